@@ -26,13 +26,14 @@ from console.registry.proposals import Proposal, propose
 from console.registry.results import Results
 from console.registry.tables import Model, Profile
 from engine.errors import CheckpointError, ConfigError
-from engine.model.checkpoint import FILE_DTYPES, find_tensors
-from engine.model.formats import EMBEDDING, HEAD, plain
+from engine.model.checkpoint import find_tensors
+from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
+from engine.model.quantised import SUPPORTED
 from engine.model.spec import ModelSpec
 
 DEFAULT: Final = "default"
 """The name of a model's first profile."""
-FORMATS: Final = f"config.json and safetensors in {', '.join(FILE_DTYPES.values())}"
+FILES: Final = f"config.json and safetensors in {', '.join(FORMATS)}, or quantised as {SUPPORTED}"
 """What a folder must have."""
 
 
@@ -282,7 +283,7 @@ def _no_folder(path: Path) -> str:
         is_gguf = stream.read(4) == b"GGUF" or path.suffix == ".gguf"
     if is_gguf:
         return (
-            f"GGUF files are not supported, got {path}. Supported: a folder with {FORMATS}. Take "
+            f"GGUF files are not supported, got {path}. Supported: a folder with {FILES}. Take "
             "the repository of the same model in that form."
         )
     return f"expected a folder, got the file {path}. Give the folder that holds it."
@@ -351,7 +352,7 @@ def from_files(entry: Entry, found: State) -> dict[str, Any]:
     return {
         "path": None if found.path is None else str(found.path.resolve()),
         "family": spec.model_type,
-        "format": spec.dtype,
+        "format": spec.quantization.get("method", spec.dtype),
         "num_parameters": spec.num_parameters,
         "weights_bytes": _stored_bytes(found, spec),
         "max_model_len": spec.max_position_embeddings,
@@ -365,11 +366,11 @@ def _lacking(folder: Path) -> str:
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
     if gguf and not any(folder.glob("*.safetensors")):
         return (
-            f"GGUF files are not supported, got {gguf[0]} in {folder}. Supported: {FORMATS}. Take "
+            f"GGUF files are not supported, got {gguf[0]} in {folder}. Supported: {FILES}. Take "
             "the repository of the same model in that form."
         )
     return (
-        f"expected a folder with {FORMATS}; {folder} lacks {', '.join(missing_files(folder))}. "
+        f"expected a folder with {FILES}; {folder} lacks {', '.join(missing_files(folder))}. "
         "Fetch what is missing, or give another folder."
     )
 
@@ -393,7 +394,8 @@ def _stored_bytes(found: State, spec: ModelSpec) -> int:
     """
     if found.kind != "present" or found.path is None:
         return spec.weight_bytes()
-    stored, _ = find_tensors(found.path, spec, plain(spec.dtype))
+    formats = TensorFormats(FORMATS[spec.dtype], spec.formats(spec.dtype))
+    stored, _ = find_tensors(found.path, spec, formats)
     is_twice = spec.tie_word_embeddings and {HEAD, EMBEDDING} <= stored.keys()
     left_out = {HEAD} if is_twice else set()
     return sum(tensor.num_bytes for name, tensor in stored.items() if name not in left_out)

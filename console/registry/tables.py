@@ -71,7 +71,7 @@ class Model(Base):
     """The folder of the weights; None where this machine has none."""
     family: Mapped[str | None] = mapped_column(default=None)
     format: Mapped[str | None] = mapped_column(default=None)
-    """How the files store the weights, such as bfloat16; None: unknown."""
+    """How the files store the weights, such as bfloat16 or awq; None: unknown."""
     num_parameters: Mapped[int | None] = mapped_column(default=None)
     weights_bytes: Mapped[int | None] = mapped_column(default=None)
     max_model_len: Mapped[int | None] = mapped_column(default=None)

@@ -135,7 +135,7 @@ def test_a_folder_that_is_not_whole_is_refused(models: Models, tmp_path: Path) -
 def test_gguf_is_refused_by_name(models: Models, tmp_path: Path) -> None:
     file = tmp_path / "m.Q4_K.gguf"
     file.write_bytes(b"GGUF")
-    supported = "a folder with config.json and safetensors in bfloat16, float16, float32"
+    supported = "a folder with config.json and safetensors in bfloat16, float16, float32, or"
     with pytest.raises(FieldError, match=f"GGUF files are not supported, .*{supported}"):
         models.add(str(file))
     with pytest.raises(FieldError, match=r"GGUF files are not supported, got m\.Q4_K\.gguf in"):
