@@ -26,6 +26,7 @@ STOP_MARGIN_S: Final = 30
 """Seconds between the end of the drain and the kill."""
 WATCHDOG_S: Final = 120
 """Seconds without a sign of life after which a server is ended and started again."""
+_NOTIFIES: Final = ("Type=notify", "NotifyAccess=main", f"WatchdogSec={WATCHDOG_S}")
 RESTART_S: Final = 10
 CRASHES: Final = 3
 """Starts within CRASH_WINDOW_S after which systemd gives up."""
@@ -115,13 +116,16 @@ def server_unit(profile: str, place: Place) -> Unit:
         ("serve", "--profile", profile),
         place,
         stop_s=ServerSettings().drain_s + STOP_MARGIN_S,
+        notifies=True,
     )
 
 
 def console_unit(place: Place) -> Unit:
     """Return the unit of `tightfit console`."""
     stop_s = ServerSettings().drain_s + 2 * STOP_MARGIN_S  # it ends its servers first
-    return _unit(CONSOLE, "Tightfit: console", "console", ("console",), place, stop_s=stop_s)
+    return _unit(
+        CONSOLE, "Tightfit: console", "console", ("console",), place, stop_s=stop_s, notifies=False
+    )
 
 
 def serves(text: str) -> str | None:
@@ -160,11 +164,22 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _unit(
-    name: str, title: str, mark: str, words: Sequence[str], place: Place, *, stop_s: float
+    name: str,
+    title: str,
+    mark: str,
+    words: Sequence[str],
+    place: Place,
+    *,
+    stop_s: float,
+    notifies: bool,
 ) -> Unit:
+    """Return a unit; one that notifies says itself when it is ready, and that it lives."""
     sections = {
         "Unit": _about(title, mark),
-        "Service": _service(name.removesuffix(".service"), words, place, stop_s),
+        "Service": [
+            *(_NOTIFIES if notifies else ("Type=exec",)),
+            *_service(name.removesuffix(".service"), words, place, stop_s),
+        ],
         "Install": [
             f"WantedBy={'multi-user' if place.scope == 'system' else 'default'}.target",
         ],
@@ -185,14 +200,11 @@ def _about(title: str, mark: str) -> list[str]:
 
 def _service(short: str, words: Sequence[str], place: Place, stop_s: float) -> list[str]:
     return [
-        "Type=notify",
-        "NotifyAccess=main",
         *_before(place),
         f"ExecStart={_command([sys.executable, '-P', '-m', PROGRAM, *words])}",
         *_environment(place),
         f"TimeoutStartSec={START_S}",
         f"TimeoutStopSec={stop_s:g}",
-        f"WatchdogSec={WATCHDOG_S}",
         "KillMode=mixed",
         "Restart=on-failure",
         f"RestartSec={RESTART_S}",

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from catalogue.terminal import EXIT_NOT_ALL_OK, EXIT_OK, say
+from console.registry.checks import FieldError
 from console.registry.database import Database
+from console.registry.models import Models, default_of
+from console.registry.results import Results
 from console.registry.tables import TestRun
 from console.testing.export import as_csv, as_json, document_of
 from console.testing.tests import AA_PAIRS, NUM_REQUESTS, PAIRS, Ask, Tests
@@ -51,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="runs of side a against itself, which say what noise is (default 3)",
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="the model's last test, where it ended early"
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one document at the end")
     output.add_argument("--csv", action="store_true", help="print the figures as CSV at the end")
@@ -60,7 +66,11 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, database: Database) -> int:
     tests = Tests(database)
     tests.recover()
-    test = tests.queue(options.model, _ask(options, database))
+    test = (
+        tests.resume(_last(options.model, database))
+        if options.resume
+        else tests.queue(options.model, _ask(options, database))
+    )
     for note in test.settings["notes"]:
         say(f"note: {note}")
     test = tests.run(test.id, _Progress())
@@ -90,9 +100,15 @@ def _ask(options: argparse.Namespace, database: Database) -> Ask:
     )
 
 
-def _default(model: str, database: Database) -> str:
-    from console.registry.models import Models, default_of  # noqa: PLC0415  only here
+def _last(model: str, database: Database) -> int:
+    """Return the last test of a model."""
+    runs = Results(database).runs(Models(database).get(model).id, limit=1)
+    if not runs:
+        raise FieldError("resume", f"resume: expected a test of {model} before this one, got none.")
+    return runs[0].id
 
+
+def _default(model: str, database: Database) -> str:
     return default_of(Models(database).get(model)).name
 
 

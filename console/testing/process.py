@@ -1,7 +1,6 @@
 """A harness that runs by itself: started, recognised again, watched through its files, ended."""
 
 import contextlib
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,10 +46,13 @@ class Harness:
         return None
 
     def interrupt(self) -> None:
-        """Ask it to end as Ctrl-C does: its workers end and its record is written."""
+        """Ask it to end as Ctrl-C does: its workers end and its record is written.
+
+        It takes SIGTERM so too, which no shell has it ignore.
+        """
         if found := self.process():
             with contextlib.suppress(psutil.Error):
-                found.send_signal(signal.SIGINT)
+                found.terminate()
 
     def kill(self) -> None:
         """End it and what it started."""

@@ -18,7 +18,7 @@ def main() -> int:
     [where] = (word for word in sys.argv if word.startswith("hydra."))
     folder = Path(where.partition("=")[2].strip("'"))
     interrupted = []
-    signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+    signal.signal(signal.SIGTERM, lambda *_: interrupted.append(True))
     progress = {"requests_done": 3, "requests_total": 8, "output_tokens": 9, "tokens_s": 2.5}
     state = {"job": "measure", "phase": "throughput", "progress": progress}
     (folder / "args.json").write_text(json.dumps(sys.argv[1:]), encoding="utf-8")

@@ -54,5 +54,9 @@ def test_one_that_does_not_fit_says_why(
     stand_in.plays(records={".": record("no_fit")})
     assert cli.main(["toy"]) == EXIT_NOT_ALL_OK
     assert "no_fit\n  it is no_fit" in capsys.readouterr().out
+    stand_in.plays(records={".": record()})
+    assert cli.main(["toy", "--resume"]) == EXIT_OK
+    with pytest.raises(ConfigError, match="expected one that ended early, got status finished"):
+        cli.main(["toy", "--resume"])
     with pytest.raises(ConfigError, match="model: expected one of the registry, got 'none'"):
         cli.main(["none"])
