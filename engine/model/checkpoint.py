@@ -17,7 +17,7 @@ from typing import Any
 from engine.errors import CheckpointError
 from engine.model.families import stated_dtype, text_part_of
 from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
-from engine.model.quantised import ELEMENT_BYTES, SUPPORTED
+from engine.model.quantised import ELEMENT_BYTES, SUPPORTED, UNUSED, quantization_notes
 from engine.model.spec import ModelSpec
 
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
@@ -32,8 +32,6 @@ FILE_DTYPES = {
     "U8": "uint8",
     "F8_E4M3": "float8_e4m3fn",
 }
-FILE_BYTES = {**ELEMENT_BYTES, "int64": 8}
-"""Bytes of an element."""
 COMPARED_BYTES = 1 << 22
 """Bytes read at a time of two tables that may be equal."""
 CHECKED_BYTES = 1 << 22
@@ -84,6 +82,7 @@ def read_folder(folder: Path) -> ModelFolder:
         notes = []
     if spec.quantization and stored:
         spec = _as_stored(spec, stored)
+    notes += quantization_notes(text_part_of(config))
     if not (spec.tie_word_embeddings and _differ(stored)):
         return ModelFolder(spec, tuple(notes))
     notes.append(
@@ -240,7 +239,7 @@ def _stored(
     begin, end = entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError(f"{name}: expected whole numbers in shape and data_offsets")
-    num_bytes = math.prod(shape) * FILE_BYTES[dtype]
+    num_bytes = math.prod(shape) * ELEMENT_BYTES[dtype]
     if end - begin != num_bytes:
         what = f"{name} of shape {list(shape)} in {entry['dtype']}"
         raise _damaged(file, f"{what} takes {num_bytes} bytes, the header says {begin} to {end}")
@@ -250,6 +249,13 @@ def _stored(
             "It is cut short; fetch it again."
         )
     return StoredTensor(file, dtype, shape, data_start + begin, end - begin)
+
+
+def _is_zero(tensor: StoredTensor) -> bool:
+    """Whether all bytes of a tensor are zero."""
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.start)
+        return not any(stream.read(tensor.num_bytes))
 
 
 def text_part(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], str]:
@@ -320,7 +326,7 @@ def check_checkpoint(
         )
     for name, part in wanted.items():
         found = stored[name]
-        if found.shape != part.shape:
+        if found.shape != part.shape and not math.prod(found.shape) == part.numel == 1:
             raise CheckpointError(
                 f"{folder}: {name} has shape {list(found.shape)}, config.json says "
                 f"{list(part.shape)}."
@@ -332,7 +338,10 @@ def check_checkpoint(
             )
     ignored = {HEAD} if spec.tie_word_embeddings else set()
     others = set(stored) - set(wanted) - ignored
-    extra = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
+    unused = (*UNUSED.get(spec.quantization.get("method", ""), ()), "rotary_emb.inv_freq")
+    extra = sorted(name for name in others if not name.endswith(unused))
+    if spec.quantization.get("method") == "gptq":  # AutoGPTQ writes biases of zeros
+        extra = [name for name in extra if not (name.endswith(".bias") and _is_zero(stored[name]))]
     if extra:
         raise CheckpointError(
             f"{folder}: {len(extra)} tensors do not belong to a {spec.model_type} model, the first "

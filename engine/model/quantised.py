@@ -29,6 +29,7 @@ TILE: Final = 64
 """Columns whose values lie side by side; the last ones of a row are filled up."""
 ELEMENT_BYTES: Final = MappingProxyType(
     {
+        "int64": 8,
         "float32": 4,
         "int32": 4,
         "float16": 2,
@@ -54,6 +55,7 @@ class Scheme:
         symmetric: Whether there are no zero points.
         ordered: Whether columns are grouped in an order of their own (g_idx).
         zeros_from_one: Whether zero points are stored less one (GPTQ's first version).
+        rows: Rows of one scale; 0: all.
     """
 
     layout: str
@@ -63,6 +65,7 @@ class Scheme:
     symmetric: bool = False
     ordered: bool = False
     zeros_from_one: bool = False
+    rows: int = 1
 
     @property
     def name(self) -> str:
@@ -115,8 +118,72 @@ def _gptq(scheme: Scheme, rows: int, columns: int) -> Arrays:
     )
 
 
-LAYOUTS: Final = MappingProxyType({"awq": _awq, "gptq": _gptq})
+def _scale_shape(scheme: Scheme, rows: int, columns: int) -> tuple[int, ...]:
+    """Return the shape of scales that stand by rows."""
+    if not scheme.rows:
+        return (1,)
+    return -(-rows // scheme.rows), _groups(scheme, columns)
+
+
+def _packed(scheme: Scheme, rows: int, columns: int) -> Arrays:
+    bits, groups = scheme.bits, _groups(scheme, columns)
+    zeros = ("weight_zero_point", (-(-rows * bits // 32), groups), "int32")
+    return Arrays(
+        f"uint{bits}",
+        (
+            ("weight_packed", (rows, -(-columns * bits // 32)), "int32"),
+            ("weight_scale", _scale_shape(scheme, rows, columns), None),
+            ("weight_shape", (2,), "int64"),
+            *(() if scheme.symmetric else (zeros,)),
+            *((("weight_g_idx", (columns,), "int32"),) if scheme.ordered else ()),
+        ),
+        offset=2 ** (bits - 1) if scheme.symmetric else 0,
+        has=(
+            *(() if scheme.symmetric else ("zero",)),
+            *(("columns",) if scheme.ordered else ()),
+        ),
+    )
+
+
+def _bytes(scheme: Scheme, rows: int, columns: int) -> Arrays:
+    """Return what is kept of whole bytes: int8, or float8."""
+    is_float, shape = scheme.layout != "int-quantized", _scale_shape(scheme, rows, columns)
+    is_inverse = scheme.layout == "fp8" and scheme.rows > 1
+    has_zero = not (is_float or scheme.symmetric)
+    return Arrays(
+        "float8_e4m3fn" if is_float else "uint8",
+        (
+            ("weight", (rows, columns), "float8_e4m3fn" if is_float else "int8"),
+            ("weight_scale_inv" if is_inverse else "weight_scale", shape, None),
+            *((("weight_zero_point", shape, "int8"),) if has_zero else ()),
+        ),
+        offset=0 if is_float or has_zero else 128,
+        has=("zero",) if has_zero else (),
+    )
+
+
+LAYOUTS: Final = MappingProxyType(
+    {
+        "awq": _awq,
+        "gptq": _gptq,
+        "pack-quantized": _packed,
+        "int-quantized": _bytes,
+        "float-quantized": _bytes,
+        "fp8": _bytes,
+    }
+)
 """What each layout keeps of a matrix, by name."""
+BITS: Final = MappingProxyType(
+    {
+        "awq": (4,),
+        "gptq": (4, 8),
+        "pack-quantized": (4, 8),
+        "int-quantized": (8,),
+        "float-quantized": (8,),
+        "fp8": (8,),
+    }
+)
+"""Bits of a value in each layout."""
 _WORDS: Final = frozenset({"awq", "gptq"})
 """Layouts that keep values of several rows in one word."""
 
@@ -533,16 +600,25 @@ class Quantisation:
 
 def _as_stored(scheme: Scheme, modules: Iterable[str], stored: Mapping[str, str]) -> Scheme:
     """Return a scheme with the dtype that its scales are stored in."""
-    suffixes = SCALES[scheme.layout]
-    dtypes = {stored[name] for m in modules for s in suffixes if (name := f"{m}.{s}") in stored}
+    own = list(modules)
+    dtypes = {stored[name] for m in own for s in SCALES if (name := f"{m}.{s}") in stored}
     dtypes &= set(FORMATS)
     if not dtypes:
         return scheme
+    if scheme.layout == "pack-quantized":
+        scheme = replace(scheme, ordered=any(f"{m}.weight_g_idx" in stored for m in own))
     return replace(scheme, scale_dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
 
 
-SCALES: Final = MappingProxyType({"awq": ("scales",), "gptq": ("scales",)})
-"""What the scales of each layout are called in a checkpoint."""
+SCALES: Final = ("scales", "weight_scale", "weight_scale_inv")
+"""What scales are called in a checkpoint."""
+UNUSED: Final = MappingProxyType(
+    {
+        "compressed-tensors": ("input_scale", "output_scale", "k_scale", "v_scale"),
+        "fp8": ("input_scale", "k_scale", "v_scale"),
+    }
+)
+"""Of each method, what parameters that say how activations are quantised end with."""
 
 
 def module_of(part: ParamSpec) -> str:
@@ -558,7 +634,10 @@ def _matches(pattern: str, module: str) -> bool:
     return pattern == module
 
 
-SUPPORTED: Final = "AWQ (gemm, 4 bits) and GPTQ (4 and 8 bits)"
+SUPPORTED: Final = (
+    "AWQ (gemm, 4 bits), GPTQ (4 and 8 bits), compressed-tensors (pack-quantized of 4 and 8 bits, "
+    "int-quantized, float-quantized) and fp8 (e4m3)"
+)
 """What is said of every checkpoint that is refused."""
 
 
@@ -571,8 +650,7 @@ def _refused(text: str) -> CheckpointError:
 
 def _check(scheme: Scheme) -> None:
     """Raise ConfigError for a scheme that nothing reads."""
-    bits = {"awq": (4,), "gptq": (4, 8)}.get(scheme.layout, ())
-    if scheme.bits not in bits or scheme.scale_dtype not in FORMATS:
+    if scheme.bits not in BITS.get(scheme.layout, ()) or scheme.scale_dtype not in FORMATS:
         raise ConfigError(
             f"model.spec.quantization: expected a layout among {', '.join(LAYOUTS)} with bits and "
             f"scale_dtype that it has, got layout={scheme.layout}, bits={scheme.bits}, "
@@ -600,6 +678,22 @@ def read_quantization(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     if method not in _READERS:
         raise _refused(f"got quant_method={method!r}")
     return _READERS[method](found, dtype if dtype in FORMATS else "float16").to_dict()
+
+
+def quantization_notes(config: Mapping[str, Any]) -> list[str]:
+    """Return what is to be said of a config.json whose quantisation is read in part."""
+    found = config.get("quantization_config") or config.get("compression_config") or {}
+    groups = (found.get("config_groups") or {}).values()
+    inputs = any(group.get("input_activations") for group in groups)
+    inputs |= found.get("quant_method") == "fp8"
+    kinds = {"activations": inputs, "keys and values": bool(found.get("kv_cache_scheme"))}
+    named = ", ".join(name for name, is_there in kinds.items() if is_there)
+    if not named:
+        return []
+    return [
+        f"checkpoint: weights are quantised; {named} are not quantised here, though "
+        "config.json says how: tokens may differ from those of engines that do."
+    ]
 
 
 def _whole(found: Mapping[str, Any], *names: str) -> int:
@@ -654,4 +748,91 @@ def _read_gptq(found: Mapping[str, Any], dtype: str) -> Quantisation:
     return Quantisation("gptq", (((LINEAR,), scheme),), ignore)
 
 
-_READERS: Final = MappingProxyType({"awq": _read_awq, "gptq": _read_gptq})
+def _read_compressed(found: Mapping[str, Any], dtype: str) -> Quantisation:
+    """Read what llm-compressor writes; of activations nothing is quantised here."""
+    if status := {found.get("quantization_status", "compressed")} - {"compressed", "frozen"}:
+        raise _refused(f"got quantization_status={status.pop()!r}, expected compressed")
+    sparsity = (found.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _refused(f"got a sparsity_config of format {sparsity!r}, expected none")
+    if (found.get("transform_config") or {}).get("config_groups"):
+        raise _refused("got a transform_config, expected none")
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _refused(f"expected config_groups, got {groups!r}")
+    schemes = []
+    for group in groups.values():
+        targets = tuple(group.get("targets") or ())
+        for target in targets:
+            if target[:1].isupper() and target != LINEAR:
+                raise _refused(f"got the target {target!r}, expected Linear or names of modules")
+        kind = group.get("format") or found.get("format")
+        schemes.append((targets, _scheme_of(group.get("weights") or {}, kind, dtype)))
+    # A name, or an expression, counts before what all matrices match.
+    schemes.sort(key=lambda each: LINEAR in each[0])
+    return Quantisation("compressed-tensors", tuple(schemes), tuple(found.get("ignore") or ()))
+
+
+def _scheme_of(weights: Mapping[str, Any], kind: Any, dtype: str) -> Scheme:
+    """Return the scheme of one group of compressed-tensors."""
+    bits, number = weights.get("num_bits"), weights.get("type", "int")
+    if kind == "naive-quantized":
+        kind = f"{number}-quantized"
+    if kind not in {"pack-quantized", "int-quantized", "float-quantized"}:
+        raise _refused(f"got compressed-tensors with format={kind!r}")
+    if bits not in BITS[kind] or number != ("float" if kind == "float-quantized" else "int"):
+        expected = " or ".join(map(str, BITS[kind]))
+        raise _refused(f"got {kind} with {number}{bits}, expected {expected} bits")
+    strategy, symmetric = weights.get("strategy"), bool(weights.get("symmetric", True))
+    group, rows = 0, 1
+    match strategy:
+        case "group":
+            group = _whole(weights, "group_size")
+        case "block":
+            rows, group = _block(weights.get("block_structure"))
+        case "tensor":
+            rows = 0
+        case "channel":
+            pass
+        case _:
+            raise _refused(f"got strategy={strategy!r}, expected group, channel, tensor or block")
+    if not symmetric and (number == "float" or strategy not in {"group", "channel"}):
+        raise _refused(f"got {kind} with zero points and strategy={strategy!r}")
+    ordered = weights.get("actorder") == "group"
+    return Scheme(kind, bits, group, dtype, symmetric, ordered, rows=rows)
+
+
+def _block(found: Any) -> tuple[int, int]:
+    """Return rows and columns of a block of one scale."""
+    if isinstance(found, str):
+        found = [int(each) for each in found.split("x") if each.isdigit()]
+    if not isinstance(found, (list, tuple)) or len(found) != 2:
+        raise _refused(f"expected a block of rows and columns, got {found!r}")
+    if any(type(each) is not int or each <= 1 for each in found):
+        raise _refused(f"expected a block of several rows and columns, got {found!r}")
+    return found[0], found[1]
+
+
+def _read_fp8(found: Mapping[str, Any], dtype: str) -> Quantisation:
+    """Read what DeepSeek's and Qwen's checkpoints have; of activations nothing is quantised."""
+    del dtype
+    if (fmt := found.get("fmt", "e4m3")) != "e4m3":
+        raise _refused(f"got fp8 with fmt={fmt!r}, expected e4m3")
+    if kind := {found.get("scale_fmt", "float")} - {"float", None}:
+        raise _refused(f"got fp8 with scale_fmt={kind.pop()!r}, expected float")
+    block = found.get("weight_block_size")
+    rows, group = (0, 0) if block is None else _block(block)
+    kept = found.get("modules_to_not_convert") or found.get("ignored_layers") or ()
+    ignore = ("lm_head", *(f"re:.*{re.escape(name)}" for name in kept if name != "lm_head"))
+    scheme = Scheme("fp8", 8, group, "float32", symmetric=True, rows=rows)
+    return Quantisation("fp8", (((LINEAR,), scheme),), ignore)
+
+
+_READERS: Final = MappingProxyType(
+    {
+        "awq": _read_awq,
+        "gptq": _read_gptq,
+        "compressed-tensors": _read_compressed,
+        "fp8": _read_fp8,
+    }
+)

@@ -109,11 +109,58 @@ def _gptq(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
         if not torch.equal(groups, in_order):
             raise _odd_groups(source, "config.json has desc_act=false: they follow each other")
         return found | {"values": _in_bytes(values, bits)}
-    places = groups.argsort(stable=True)
-    if not torch.equal(groups[places], in_order):
-        raise _odd_groups(source, f"each of {scheme.group or columns} columns")
+    places = _places(source, groups)
     values = values.index_select(1, places)
     return found | {"values": _in_bytes(values, bits), "columns": places.int()}
+
+
+def _by_columns(each: torch.Tensor, source: Source) -> torch.Tensor:
+    """Return what belongs to blocks of rows, for every row: [N, G]."""
+    num_rows, rows = source.shape[0], source.scheme.rows
+    if not rows:
+        return each.reshape(1, 1).expand(num_rows, 1)
+    return each if rows == 1 else each.repeat_interleave(rows, 0)[:num_rows]
+
+
+def _packed(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    scheme, (num_rows, columns) = source.scheme, source.shape
+    shape = stored["weight_shape"].tolist()
+    if shape != [num_rows, columns]:
+        name = source.parameters[0][1].name.rpartition(".")[0]
+        raise CheckpointError(
+            f"{name}.weight_shape: expected {[num_rows, columns]} as config.json says, got {shape}."
+        )
+    values = split(stored["weight_packed"], scheme.bits).flatten(-2)[:, :columns]
+    found = {"scale": _by_columns(stored["weight_scale"], source)}
+    if not scheme.symmetric:
+        zeros = split(stored["weight_zero_point"].T, scheme.bits).flatten(-2)
+        found["zero"] = zeros[:, :num_rows].T
+    if scheme.ordered:
+        places = _places(source, stored["weight_g_idx"].long())
+        values = values.index_select(1, places)
+        found["columns"] = places.int()
+    return found | {"values": _in_bytes(values, scheme.bits)}
+
+
+def _bytes(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    scale = stored.get("weight_scale", stored.get("weight_scale_inv"))
+    assert scale is not None
+    values, found = stored["weight"].view(torch.uint8), {"scale": _by_columns(scale, source)}
+    if source.scheme.layout == "int-quantized":
+        values = values ^ 128  # from two's complement to an offset of 128
+        if "weight_zero_point" in stored:
+            zeros = stored["weight_zero_point"].view(torch.uint8) ^ 128
+            found["zero"] = _by_columns(zeros, source)
+    return found | {"values": filled(values)}
+
+
+def _places(source: Source, groups: torch.Tensor) -> torch.Tensor:
+    """Return the columns in the order of their groups."""
+    columns, size = source.shape[1], source.scheme.group or source.shape[1]
+    places = groups.argsort(stable=True)
+    if not torch.equal(groups[places], torch.arange(columns, device=groups.device) // size):
+        raise _odd_groups(source, f"each of {size} columns")
+    return places
 
 
 def _odd_groups(source: Source, expected: str) -> CheckpointError:
@@ -125,5 +172,14 @@ def _odd_groups(source: Source, expected: str) -> CheckpointError:
 
 
 _MAKERS: Final[Mapping[str, Callable[[Source, Mapping[str, torch.Tensor]], Arrays]]] = (
-    MappingProxyType({"awq": _awq, "gptq": _gptq})
+    MappingProxyType(
+        {
+            "awq": _awq,
+            "gptq": _gptq,
+            "pack-quantized": _packed,
+            "int-quantized": _bytes,
+            "float-quantized": _bytes,
+            "fp8": _bytes,
+        }
+    )
 )

@@ -136,7 +136,115 @@ def gptq(
     return Way(config, make)
 
 
-WAYS: dict[str, Way] = {
+def _compressed(kind: str, weights: dict[str, Any], make: Maker) -> Way:
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+    return Way(config, make)
+
+
+def packed(
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool = True,
+    ordered: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Way:
+    """Return pack-quantized of compressed-tensors; a group of -1 is a row."""
+
+    def make(weight: torch.Tensor, rng: torch.Generator) -> tuple[Arrays, torch.Tensor]:
+        rows, columns = weight.shape
+        size = group if group > 0 else columns
+        order = torch.randperm(columns, generator=rng) if ordered else torch.arange(columns)
+        values, zero, scale = _rounded(
+            weight[:, order], bits, size, symmetric=symmetric, dtype=dtype
+        )
+        groups = (torch.arange(columns) // size)[order.argsort()]
+        values = values[:, order.argsort()]
+        meant = (values - zero[:, groups]) * scale.double()[:, groups]
+        arrays = {
+            "weight_packed": _packed(values, bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([rows, columns]),
+        }
+        if not symmetric:
+            arrays["weight_zero_point"] = _packed(zero.T.contiguous(), bits).T.contiguous()
+        if ordered:
+            arrays["weight_g_idx"] = groups.int()
+        return arrays, meant
+
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group" if group > 0 else "channel",
+        "group_size": group if group > 0 else None,
+        "actorder": "group" if ordered else None,
+    }
+    return _compressed("pack-quantized", weights, make)
+
+
+def int8(*, symmetric: bool = True) -> Way:
+    """Return int-quantized of compressed-tensors."""
+
+    def make(weight: torch.Tensor, _: torch.Generator) -> tuple[Arrays, torch.Tensor]:
+        values, zero, scale = _rounded(
+            weight, 8, weight.shape[1], symmetric=symmetric, dtype=torch.bfloat16
+        )
+        arrays = {"weight": (values - 128).to(torch.int8), "weight_scale": scale}
+        if not symmetric:
+            arrays["weight_zero_point"] = (zero - 128).to(torch.int8)
+        return arrays, (values - zero) * scale.double()
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel"}
+    return _compressed("int-quantized", weights, make)
+
+
+def float8(strategy: str, dtype: torch.dtype = torch.float32, method: str = "") -> Way:
+    """Return float-quantized of compressed-tensors, or the method fp8."""
+    block = {"block": (32, 64), "channel": (1, 0), "tensor": (0, 0)}[strategy]
+
+    def make(weight: torch.Tensor, _: torch.Generator) -> tuple[Arrays, torch.Tensor]:
+        rows, columns = weight.shape
+        high, wide = block[0] or rows, block[1] or columns
+        tiles = weight.view(-1, high, columns // wide, wide)
+        scale = (tiles.abs().amax((1, 3)) / 448).to(dtype)
+        spread = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+        values = (weight / spread.float()).to(torch.float8_e4m3fn)
+        suffix = "weight_scale_inv" if method and strategy == "block" else "weight_scale"
+        if strategy == "tensor":
+            scale = scale.view(()) if method else scale.view(1)
+        arrays = {"weight": values, suffix: scale, "input_scale": torch.ones(1)}
+        return arrays, values.float() * spread.float()
+
+    if method:
+        size = {"weight_block_size": list(block)} if strategy == "block" else {}
+        return Way({"quant_method": method, "activation_scheme": "dynamic", **size}, make)
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    weights |= {"block_structure": list(block)} if strategy == "block" else {}
+    return _compressed("float-quantized", weights, make)
+
+
+COMPRESSED: dict[str, Way] = {
+    "packed 4, groups of 64": packed(4, 64),
+    "packed 4, zero points, float16": packed(4, 32, symmetric=False, dtype=torch.float16),
+    "packed 4, in order of activations": packed(4, 64, ordered=True),
+    "packed 8, whole rows": packed(8, -1),
+    "packed 8, zero points": packed(8, 64, symmetric=False),
+    "int8": int8(),
+    "int8, zero points": int8(symmetric=False),
+    "float8 of rows": float8("channel", torch.bfloat16),
+    "float8 of matrices": float8("tensor"),
+    "float8 of blocks": float8("block"),
+}
+WAYS: dict[str, Way] = COMPRESSED | {
+    "fp8 of matrices": float8("tensor", method="fp8"),
+    "fp8 of blocks": float8("block", method="fp8"),
     "awq, groups of 32": awq(32),
     "awq, groups of 64": awq(64),
     "gptq 4, groups of 64": gptq(4, 64),

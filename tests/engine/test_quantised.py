@@ -10,7 +10,17 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError, ConfigError
 from engine.model.checkpoint import read_folder
-from tests.engine.quantised import WAYS, Way, awq, change_config, gptq, read_back, write
+from tests.engine.quantised import (
+    COMPRESSED,
+    WAYS,
+    Way,
+    awq,
+    change_config,
+    gptq,
+    packed,
+    read_back,
+    write,
+)
 from tests.slow import mostly_slow
 from tests.tiny import greedy, greedy_of_transformers, make_prompt, open_llm
 
@@ -26,7 +36,10 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-FAST = ("awq, groups of 32", "gptq 4, v2, in order of activations")
+FAST = ("awq, groups of 32", "gptq 4, v2, in order of activations", "fp8 of blocks")
+
+SOME = (*FAST, "gptq 8, v2", "packed 4, zero points, float16", "int8", "float8 of rows")
+"""One of each layout, which `make test` runs."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +57,7 @@ def folders(single_thread: None, tmp_path_factory: pytest.TempPathFactory) -> An
     return made
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", mostly_slow(WAYS, lambda name: name in SOME))
 def test_weights_are_those_of_the_format_and_tokens_those_of_transformers(name, folders):
     folder, plain, meant = folders(name)
     for dtype in ("float32", "bfloat16", "float16"):
@@ -59,7 +72,7 @@ def test_weights_are_those_of_the_format_and_tokens_those_of_transformers(name, 
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", mostly_slow(WAYS, lambda name: name in FAST))
+@pytest.mark.parametrize("name", mostly_slow(WAYS, lambda name: name in FAST[1:]))
 def test_every_residence_has_the_same_weights_and_tokens(name, place, folders):
     folder, plain, meant = folders(name)
     llm = open_llm(folder, **LIMITS, **PLACES[place])
@@ -154,6 +167,17 @@ def test_plans_count_quantised_bytes(folders):
     llm.close()
 
 
+def compressed_of(
+    weights: dict[str, Any] | None = None, targets: list[str] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Return a config of pack-quantized with changes."""
+    config = dict(WAYS["packed 4, groups of 64"].config)
+    group = dict(config["config_groups"]["group_0"])
+    group["weights"] = group["weights"] | (weights or {})
+    group["targets"] = targets or group["targets"]
+    return config | {"config_groups": {"group_0": group}} | changes
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -167,6 +191,14 @@ def test_plans_count_quantised_bytes(folders):
         ({"quant_method": "gptq", "dynamic": {"a": {"bits": 8}}}, "dynamic="),
         ({"quant_method": "gptq", "group_size": 48}, "groups of 16, 32, a multiple of 64"),
         ({"quant_method": "awq", "group_size": 128}, "groups of 128 that divide its columns"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2', expected e4m3"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"got \[128\]"),
+        (compressed_of(format="nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'"),
+        (compressed_of(quantization_status="frozen_"), "quantization_status='frozen_'"),
+        (compressed_of(sparsity_config={"format": "sparse-24"}), "sparsity_config"),
+        (compressed_of(weights={"num_bits": 2}), "pack-quantized with int2, expected 4 or 8"),
+        (compressed_of(weights={"strategy": "tensor_group"}), "strategy='tensor_group'"),
+        (compressed_of(targets=["Embedding"]), "the target 'Embedding'"),
     ],
     ids=str,
 )
@@ -238,3 +270,78 @@ def test_lossless_codes_leave_quantised_weights_alone(tmp_path):
     assert formats["model.layers.0.mlp.down_proj.weight"] == "awq4"
     plain = open_llm(folder, dtype="bfloat16", **LIMITS)
     assert greedy(with_codes, PROMPTS, 8) == greedy(plain, PROMPTS, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_weights_are_those_that_compressed_tensors_reads(name, folders):
+    pytest.importorskip("compressed_tensors", reason="a second reader, where it is installed")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    if "activations" in name:
+        pytest.skip("this version of compressed-tensors has no g_idx")
+    folder, _, meant = folders(name)
+    config = COMPRESSED[name].config
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    reader = BaseCompressor.get_value_from_registry(config["format"])
+    stored = load_file(folder / "model.safetensors")
+    # It multiplies in the dtype of the scales.
+    llm = open_llm(folder, dtype="float16" if "float16" in name else "bfloat16", **LIMITS)
+    found = read_back(llm)
+    assert found.keys() == meant.keys()
+    for parameter, weight in found.items():
+        module = parameter.removesuffix("weight")
+        arrays = {n.removeprefix(module): x for n, x in stored.items() if n.startswith(module)}
+        theirs = reader.decompress(arrays, scheme)["weight"]
+        assert torch.equal(weight, theirs.to(weight.dtype)), parameter
+    llm.close()
+
+
+def test_groups_of_one_checkpoint_may_differ(tmp_path):
+    ways = {"down_proj": packed(8, 64, symmetric=False), "": packed(4, 32)}
+
+    def make(weight: torch.Tensor, rng: torch.Generator) -> Any:
+        return ways["down_proj" if weight.shape[1] == 192 else ""].make(weight, rng)
+
+    groups = [way.config["config_groups"]["group_0"] for way in ways.values()]
+    groups[0] = groups[0] | {"targets": ["re:.*down_proj$"], "format": "pack-quantized"}
+    config = ways[""].config | {
+        "format": "mixed-precision",
+        "config_groups": {"a": groups[1] | {"format": "pack-quantized"}, "b": groups[0]},
+    }
+    folder, plain, _ = write(tmp_path, Way(config, make))
+    llm = open_llm(folder, **LIMITS, offload_group_size=1)
+    formats = llm.plan.formats.to_dict()
+    assert formats["model.layers.0.mlp.down_proj.weight"] == "pack-quantized8"
+    assert formats["model.layers.0.mlp.gate_up_proj.weight"] == "pack-quantized4"
+    assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
+    llm.close()
+
+
+def test_biases_of_zeros_beside_gptq_are_left_out_and_others_refused(folders, tmp_path):
+    folder, plain, _ = folders("gptq 8, v2")
+    for value in (0.0, 0.5):
+        damage(folder, tmp_path, {})
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.bias"] = torch.full((192,), value)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        if value:
+            with pytest.raises(CheckpointError, match="do not belong"):
+                open_llm(tmp_path, **LIMITS)
+        else:
+            llm = open_llm(tmp_path, **LIMITS)
+            assert greedy(llm, PROMPTS, 8) == greedy_of_transformers(plain, PROMPTS, 8)
+            llm.close()
+
+
+def test_activations_that_are_not_quantised_here_are_noted(folders, tmp_path):
+    folder, _, _ = folders("int8")
+    damage(folder, tmp_path, {})
+    config = WAYS["int8"].config
+    group = config["config_groups"]["group_0"] | {"input_activations": {"num_bits": 8}}
+    changed = config | {"config_groups": {"group_0": group}, "kv_cache_scheme": {"num_bits": 8}}
+    change_config(tmp_path, quantization_config=changed)
+    [note] = read_folder(tmp_path).notes
+    assert "activations, keys and values are not quantised here" in note
+    assert not read_folder(folder).notes
