@@ -17,7 +17,9 @@ from typing import Any
 from engine.errors import CheckpointError
 from engine.model.families import stated_dtype, text_part_of
 from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
-from engine.model.quantised import ELEMENT_BYTES, SUPPORTED, UNUSED, quantization_notes
+from engine.model.quant_config import SUPPORTED, quantization_notes
+from engine.model.quantised import UNUSED
+from engine.model.schemes import ELEMENT_BYTES
 from engine.model.spec import ModelSpec
 
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}

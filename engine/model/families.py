@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.model.quantised import read_quantization
+from engine.model.quant_config import read_quantization
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import ConfigError
 from engine.model.formats import (
     FORMATS,
     Format,
@@ -24,186 +24,18 @@ from engine.model.formats import (
     View,
     align,
 )
-
-TILE: Final = 64
-"""Columns whose values lie side by side; the last ones of a row are filled up."""
-ELEMENT_BYTES: Final = MappingProxyType(
-    {
-        "int64": 8,
-        "float32": 4,
-        "int32": 4,
-        "float16": 2,
-        "bfloat16": 2,
-        "uint8": 1,
-        "int8": 1,
-        "float8_e4m3fn": 1,
-    }
+from engine.model.schemes import (
+    BITS,
+    ELEMENT_BYTES,
+    LAYOUTS,
+    LINEAR,
+    TILE,
+    Arrays,
+    Scheme,
+    arrays_of,
+    groups_of,
+    why_not,
 )
-LINEAR: Final = "Linear"
-"""A target that every matrix of a layer and the head match."""
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How the weight of a linear layer is stored.
-
-    Attributes:
-        layout: A key of LAYOUTS.
-        bits: Of a value.
-        group: Input columns of one scale; 0: all.
-        scale_dtype: Of scales as they are stored.
-        symmetric: Whether there are no zero points.
-        ordered: Whether columns are grouped in an order of their own (g_idx).
-        zeros_from_one: Whether zero points are stored less one (GPTQ's first version).
-        rows: Rows of one scale; 0: all.
-    """
-
-    layout: str
-    bits: int
-    group: int = 0
-    scale_dtype: str = "float16"
-    symmetric: bool = False
-    ordered: bool = False
-    zeros_from_one: bool = False
-    rows: int = 1
-
-    @property
-    def name(self) -> str:
-        """Name in plans and records."""
-        return f"{self.layout}{self.bits}"
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """What one scheme keeps of a matrix of N rows and K columns in a checkpoint, and here."""
-
-    kind: str
-    """Of kernels.arguments.Quantised."""
-    stored: tuple[tuple[str, tuple[int, ...], str | None], ...]
-    """Suffix of the parameter, shape, dtype; None: that of scales."""
-    offset: int = 0
-    has: tuple[str, ...] = ()
-    """Optional tensors of kernels.arguments.Quantised."""
-    subgroup: int = 0
-
-
-def _groups(scheme: Scheme, columns: int) -> int:
-    return -(-columns // (scheme.group or columns))
-
-
-def _awq(scheme: Scheme, rows: int, columns: int) -> Arrays:
-    groups = _groups(scheme, columns)
-    return Arrays(
-        "uint4",
-        (
-            ("qweight", (columns, rows // 8), "int32"),
-            ("qzeros", (groups, rows // 8), "int32"),
-            ("scales", (groups, rows), None),
-        ),
-        has=("zero",),
-    )
-
-
-def _gptq(scheme: Scheme, rows: int, columns: int) -> Arrays:
-    groups, bits = _groups(scheme, columns), scheme.bits
-    return Arrays(
-        f"uint{bits}",
-        (
-            ("qweight", (columns * bits // 32, rows), "int32"),
-            ("qzeros", (groups, rows * bits // 32), "int32"),
-            ("scales", (groups, rows), None),
-            ("g_idx", (columns,), "int32"),
-        ),
-        has=("zero", "columns") if scheme.ordered else ("zero",),
-    )
-
-
-def _scale_shape(scheme: Scheme, rows: int, columns: int) -> tuple[int, ...]:
-    """Return the shape of scales that stand by rows."""
-    if not scheme.rows:
-        return (1,)
-    return -(-rows // scheme.rows), _groups(scheme, columns)
-
-
-def _packed(scheme: Scheme, rows: int, columns: int) -> Arrays:
-    bits, groups = scheme.bits, _groups(scheme, columns)
-    zeros = ("weight_zero_point", (-(-rows * bits // 32), groups), "int32")
-    return Arrays(
-        f"uint{bits}",
-        (
-            ("weight_packed", (rows, -(-columns * bits // 32)), "int32"),
-            ("weight_scale", _scale_shape(scheme, rows, columns), None),
-            ("weight_shape", (2,), "int64"),
-            *(() if scheme.symmetric else (zeros,)),
-            *((("weight_g_idx", (columns,), "int32"),) if scheme.ordered else ()),
-        ),
-        offset=2 ** (bits - 1) if scheme.symmetric else 0,
-        has=(
-            *(() if scheme.symmetric else ("zero",)),
-            *(("columns",) if scheme.ordered else ()),
-        ),
-    )
-
-
-def _bytes(scheme: Scheme, rows: int, columns: int) -> Arrays:
-    """Return what is kept of whole bytes: int8, or float8."""
-    is_float, shape = scheme.layout != "int-quantized", _scale_shape(scheme, rows, columns)
-    is_inverse = scheme.layout == "fp8" and scheme.rows > 1
-    has_zero = not (is_float or scheme.symmetric)
-    return Arrays(
-        "float8_e4m3fn" if is_float else "uint8",
-        (
-            ("weight", (rows, columns), "float8_e4m3fn" if is_float else "int8"),
-            ("weight_scale_inv" if is_inverse else "weight_scale", shape, None),
-            *((("weight_zero_point", shape, "int8"),) if has_zero else ()),
-        ),
-        offset=0 if is_float or has_zero else 128,
-        has=("zero",) if has_zero else (),
-    )
-
-
-LAYOUTS: Final = MappingProxyType(
-    {
-        "awq": _awq,
-        "gptq": _gptq,
-        "pack-quantized": _packed,
-        "int-quantized": _bytes,
-        "float-quantized": _bytes,
-        "fp8": _bytes,
-    }
-)
-"""What each layout keeps of a matrix, by name."""
-BITS: Final = MappingProxyType(
-    {
-        "awq": (4,),
-        "gptq": (4, 8),
-        "pack-quantized": (4, 8),
-        "int-quantized": (8,),
-        "float-quantized": (8,),
-        "fp8": (8,),
-    }
-)
-"""Bits of a value in each layout."""
-_WORDS: Final = frozenset({"awq", "gptq"})
-"""Layouts that keep values of several rows in one word."""
-
-
-def arrays_of(scheme: Scheme, rows: int, columns: int) -> Arrays:
-    """Return what a scheme keeps of a matrix."""
-    return LAYOUTS[scheme.layout](scheme, rows, columns)
-
-
-def why_not(scheme: Scheme, rows: int, columns: int) -> str:
-    """Return why a matrix cannot be stored so; nothing if it can."""
-    size, unit = scheme.group, 32 // scheme.bits
-    if size and size not in {16, 32, columns} and size % TILE:
-        return f"groups of 16, 32, a multiple of {TILE} or all columns, got {size}"
-    if size and columns % size and scheme.layout in _WORDS:
-        return f"groups of {size} that divide its columns, got {columns}"
-    if scheme.layout in _WORDS and (rows % unit or columns % unit):
-        return f"rows and columns that fill words of {unit}, got {rows} x {columns}"
-    return ""
-
 
 DUMMIES: Final = ("bytes", "float8", "order")
 """Random bytes; draws in float8; the numbers of the elements."""
@@ -285,7 +117,7 @@ class Grouped(Unpacked):
         """List the tensors of kernels.arguments.Quantised."""
         rows, columns = tensor.shape
         arrays, tiles = self._arrays(tensor), -(-columns // TILE)
-        groups = _groups(self.scheme, columns)
+        groups = groups_of(self.scheme, columns)
         subgroups = -(-columns // (arrays.subgroup or columns))
         bits = {"uint8": 8, "float8_e4m3fn": 8, "uint5": 5, "uint6": 6}.get(arrays.kind, 4)
         low_bits = 8 if bits == 8 else 4
@@ -634,20 +466,6 @@ def _matches(pattern: str, module: str) -> bool:
     return pattern == module
 
 
-SUPPORTED: Final = (
-    "AWQ (gemm, 4 bits), GPTQ (4 and 8 bits), compressed-tensors (pack-quantized of 4 and 8 bits, "
-    "int-quantized, float-quantized) and fp8 (e4m3)"
-)
-"""What is said of every checkpoint that is refused."""
-
-
-def _refused(text: str) -> CheckpointError:
-    return CheckpointError(
-        f"config.json: quantization_config: {text}. Supported: {SUPPORTED}; or use the bfloat16, "
-        "float16 or float32 checkpoint."
-    )
-
-
 def _check(scheme: Scheme) -> None:
     """Raise ConfigError for a scheme that nothing reads."""
     if scheme.bits not in BITS.get(scheme.layout, ()) or scheme.scale_dtype not in FORMATS:
@@ -656,183 +474,3 @@ def _check(scheme: Scheme) -> None:
             f"scale_dtype that it has, got layout={scheme.layout}, bits={scheme.bits}, "
             f"scale_dtype={scheme.scale_dtype}."
         )
-
-
-def read_quantization(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the content of `spec.quantization` from that of a config.json; empty: all is plain.
-
-    Args:
-        config: The content of config.json.
-        dtype: That of the model.
-
-    Raises:
-        CheckpointError: The checkpoint is quantised in a way that is not supported.
-    """
-    # The second is the name that compressed-tensors had for it.
-    found = config.get("quantization_config") or config.get("compression_config")
-    if not found:
-        return {}
-    if not isinstance(found, Mapping):
-        raise _refused(f"expected an object, got {type(found).__name__}")
-    method = found.get("quant_method", "unknown")
-    if method not in _READERS:
-        raise _refused(f"got quant_method={method!r}")
-    return _READERS[method](found, dtype if dtype in FORMATS else "float16").to_dict()
-
-
-def quantization_notes(config: Mapping[str, Any]) -> list[str]:
-    """Return what is to be said of a config.json whose quantisation is read in part."""
-    found = config.get("quantization_config") or config.get("compression_config") or {}
-    groups = (found.get("config_groups") or {}).values()
-    inputs = any(group.get("input_activations") for group in groups)
-    inputs |= found.get("quant_method") == "fp8"
-    kinds = {"activations": inputs, "keys and values": bool(found.get("kv_cache_scheme"))}
-    named = ", ".join(name for name, is_there in kinds.items() if is_there)
-    if not named:
-        return []
-    return [
-        f"checkpoint: weights are quantised; {named} are not quantised here, though "
-        "config.json says how: tokens may differ from those of engines that do."
-    ]
-
-
-def _whole(found: Mapping[str, Any], *names: str) -> int:
-    """Return a whole number that stands under one of some names."""
-    for name in names:
-        value = found.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    got = {name: found.get(name) for name in names}
-    raise _refused(f"expected a whole number for {names[0]}, got {got[names[0]]!r}")
-
-
-def _read_awq(found: Mapping[str, Any], dtype: str) -> Quantisation:
-    """Read what AutoAWQ writes; a scale is float16 there whatever the model's dtype is."""
-    del dtype
-    version = str(found.get("version", "gemm")).lower()
-    bits, group = _whole(found, "bits", "w_bit"), _whole(found, "group_size", "q_group_size")
-    if version != "gemm":
-        raise _refused(f"got AWQ with version={version!r}, expected gemm")
-    if bits != 4:
-        raise _refused(f"got AWQ with {bits} bits, expected 4")
-    if found.get("zero_point", True) is not True:
-        raise _refused("got AWQ with zero_point=false, expected true")
-    kept = found.get("modules_to_not_convert") or ()
-    # transformers takes any part of a name.
-    ignore = ("lm_head", *(f"re:.*{re.escape(name)}" for name in kept if name != "lm_head"))
-    scheme = Scheme("awq", 4, 0 if group == -1 else group)
-    return Quantisation("awq", (((LINEAR,), scheme),), ignore)
-
-
-def _read_gptq(found: Mapping[str, Any], dtype: str) -> Quantisation:
-    """Read what AutoGPTQ and GPTQModel write."""
-    del dtype
-    bits, group = _whole(found, "bits"), _whole(found, "group_size")
-    version = str(found.get("checkpoint_format") or "gptq").lower()
-    if bits not in {4, 8}:
-        raise _refused(f"got GPTQ with {bits} bits, expected 4 or 8")
-    if version not in {"gptq", "gptq_v2"}:
-        raise _refused(f"got GPTQ with checkpoint_format={version!r}, expected gptq or gptq_v2")
-    if dynamic := found.get("dynamic"):
-        raise _refused(f"got GPTQ with dynamic={dynamic!r}, expected the same bits everywhere")
-    if pack := {found.get("pack_dtype", "int32")} - {"int32"}:
-        raise _refused(f"got GPTQ with pack_dtype={pack.pop()!r}, expected int32")
-    scheme = Scheme(
-        "gptq",
-        bits,
-        0 if group == -1 else group,
-        ordered=bool(found.get("desc_act", False)),
-        zeros_from_one=version == "gptq",
-    )
-    ignore = () if found.get("lm_head") else ("lm_head",)
-    return Quantisation("gptq", (((LINEAR,), scheme),), ignore)
-
-
-def _read_compressed(found: Mapping[str, Any], dtype: str) -> Quantisation:
-    """Read what llm-compressor writes; of activations nothing is quantised here."""
-    if status := {found.get("quantization_status", "compressed")} - {"compressed", "frozen"}:
-        raise _refused(f"got quantization_status={status.pop()!r}, expected compressed")
-    sparsity = (found.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise _refused(f"got a sparsity_config of format {sparsity!r}, expected none")
-    if (found.get("transform_config") or {}).get("config_groups"):
-        raise _refused("got a transform_config, expected none")
-    groups = found.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise _refused(f"expected config_groups, got {groups!r}")
-    schemes = []
-    for group in groups.values():
-        targets = tuple(group.get("targets") or ())
-        for target in targets:
-            if target[:1].isupper() and target != LINEAR:
-                raise _refused(f"got the target {target!r}, expected Linear or names of modules")
-        kind = group.get("format") or found.get("format")
-        schemes.append((targets, _scheme_of(group.get("weights") or {}, kind, dtype)))
-    # A name, or an expression, counts before what all matrices match.
-    schemes.sort(key=lambda each: LINEAR in each[0])
-    return Quantisation("compressed-tensors", tuple(schemes), tuple(found.get("ignore") or ()))
-
-
-def _scheme_of(weights: Mapping[str, Any], kind: Any, dtype: str) -> Scheme:
-    """Return the scheme of one group of compressed-tensors."""
-    bits, number = weights.get("num_bits"), weights.get("type", "int")
-    if kind == "naive-quantized":
-        kind = f"{number}-quantized"
-    if kind not in {"pack-quantized", "int-quantized", "float-quantized"}:
-        raise _refused(f"got compressed-tensors with format={kind!r}")
-    if bits not in BITS[kind] or number != ("float" if kind == "float-quantized" else "int"):
-        expected = " or ".join(map(str, BITS[kind]))
-        raise _refused(f"got {kind} with {number}{bits}, expected {expected} bits")
-    strategy, symmetric = weights.get("strategy"), bool(weights.get("symmetric", True))
-    group, rows = 0, 1
-    match strategy:
-        case "group":
-            group = _whole(weights, "group_size")
-        case "block":
-            rows, group = _block(weights.get("block_structure"))
-        case "tensor":
-            rows = 0
-        case "channel":
-            pass
-        case _:
-            raise _refused(f"got strategy={strategy!r}, expected group, channel, tensor or block")
-    if not symmetric and (number == "float" or strategy not in {"group", "channel"}):
-        raise _refused(f"got {kind} with zero points and strategy={strategy!r}")
-    ordered = weights.get("actorder") == "group"
-    return Scheme(kind, bits, group, dtype, symmetric, ordered, rows=rows)
-
-
-def _block(found: Any) -> tuple[int, int]:
-    """Return rows and columns of a block of one scale."""
-    if isinstance(found, str):
-        found = [int(each) for each in found.split("x") if each.isdigit()]
-    if not isinstance(found, (list, tuple)) or len(found) != 2:
-        raise _refused(f"expected a block of rows and columns, got {found!r}")
-    if any(type(each) is not int or each <= 1 for each in found):
-        raise _refused(f"expected a block of several rows and columns, got {found!r}")
-    return found[0], found[1]
-
-
-def _read_fp8(found: Mapping[str, Any], dtype: str) -> Quantisation:
-    """Read what DeepSeek's and Qwen's checkpoints have; of activations nothing is quantised."""
-    del dtype
-    if (fmt := found.get("fmt", "e4m3")) != "e4m3":
-        raise _refused(f"got fp8 with fmt={fmt!r}, expected e4m3")
-    if kind := {found.get("scale_fmt", "float")} - {"float", None}:
-        raise _refused(f"got fp8 with scale_fmt={kind.pop()!r}, expected float")
-    block = found.get("weight_block_size")
-    rows, group = (0, 0) if block is None else _block(block)
-    kept = found.get("modules_to_not_convert") or found.get("ignored_layers") or ()
-    ignore = ("lm_head", *(f"re:.*{re.escape(name)}" for name in kept if name != "lm_head"))
-    scheme = Scheme("fp8", 8, group, "float32", symmetric=True, rows=rows)
-    return Quantisation("fp8", (((LINEAR,), scheme),), ignore)
-
-
-_READERS: Final = MappingProxyType(
-    {
-        "awq": _read_awq,
-        "gptq": _read_gptq,
-        "compressed-tensors": _read_compressed,
-        "fp8": _read_fp8,
-    }
-)

@@ -10,7 +10,8 @@ from typing import Final
 import torch
 
 from engine.errors import CheckpointError
-from engine.model.quantised import TILE, Source
+from engine.model.quantised import Source
+from engine.model.schemes import TILE
 
 Arrays = dict[str, torch.Tensor]
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
