@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from engine.asked.config import ANY_CARD, GPUConfig
@@ -382,8 +382,8 @@ class Shape:
         return [layer.resident.num_bytes for layer in self.plan.layers]
 
     @cached_property
-    def known_reads(self) -> "dict[bool, list[tuple[Read, Read]]]":
-        """What `_read_bytes` found before, for steps that are staged and that are not."""
+    def known_kinds(self) -> "dict[bool, tuple[list[Kind], list[int]]]":
+        """What `_kinds` found before, for steps that are staged and that are not."""
         return {}
 
     def concurrency(self, tokens: float) -> int:
@@ -470,13 +470,11 @@ def step_s(
     hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
     is_staged = plan.stage_tokens is not None and tokens >= plan.stage_tokens
     tiles, reads = math.ceil(tokens / IN_PLACE_TILE_ROWS), _reads(shape, rates, tokens)
-    first = set(plan.kv.groups[0].layers)
     is_long = plan.kv.groups[0].num_in_place > 0 and max(1, rows or 1) == 1
     # Products of few rows read while they compute; those of libraries hide little of their reads.
     is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
     both: Callable[[float, float], float] = max if is_small else operator.add
 
-    @cache
     def layer_s(from_gpu: Read, in_place: Read, limit: int, is_first: bool) -> tuple[float, float]:
         """The time of a layer, and of it what KV in host memory holds the link."""
         attention_s = 4.0 * shape.q_size * prefill * min(seen, limit) / matrix_rate
@@ -496,8 +494,9 @@ def step_s(
         seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
         return seconds, far_s + staged_s
 
-    kinds = zip(_read_bytes(shape, is_staged=is_staged), shape.kv_limits, strict=True)
-    times = [layer_s(*kind, limit, index in first) for index, (kind, limit) in enumerate(kinds)]
+    kinds, of_layers = _kinds(shape, is_staged=is_staged)
+    known = [layer_s(*kind) for kind in kinds]
+    times = [known[kind] for kind in of_layers]
     compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
     after = _outside_s(shape, rates, tokens, sequences)
     launch_s = 0.0 if graphed else rates.eager_layer_overhead_s
@@ -553,10 +552,24 @@ class Read(NamedTuple):
     packed: Packed
 
 
+Kind = tuple[Read, Read, int, bool]
+"""What a layer reads from GPU memory and in place, its most tokens, and whether it is of the first
+group of KV."""
+
+
+def _kinds(shape: Shape, *, is_staged: bool) -> tuple[list[Kind], list[int]]:
+    """Return the layers that differ, and which of them each layer is like."""
+    if is_staged not in shape.known_kinds:
+        first = set(shape.plan.kv.groups[0].layers)
+        reads = zip(_read_bytes(shape, is_staged=is_staged), shape.kv_limits, strict=True)
+        kinds = [(*read, limit, index in first) for index, (read, limit) in enumerate(reads)]
+        known = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        shape.known_kinds[is_staged] = list(known), [known[kind] for kind in kinds]
+    return shape.known_kinds[is_staged]
+
+
 def _read_bytes(shape: Shape, *, is_staged: bool) -> list[tuple[Read, Read]]:
     """Return the bytes of each layer that products read from GPU memory, and in place."""
-    if is_staged in shape.known_reads:
-        return shape.known_reads[is_staged]
     from_gpu, packed = shape.resident_bytes, list(shape.packed)
     in_place, packed_there = [0] * len(from_gpu), [NONE_PACKED] * len(from_gpu)
     for found in shape.moved:
@@ -569,8 +582,7 @@ def _read_bytes(shape: Shape, *, is_staged: bool) -> list[tuple[Read, Read]]:
         [Read(size - held.stored, held) for size, held in zip(sizes, each, strict=True)]
         for sizes, each in ((from_gpu, packed), (in_place, packed_there))
     )
-    found_reads = shape.known_reads[is_staged] = list(zip(here, there, strict=True))
-    return found_reads
+    return list(zip(here, there, strict=True))
 
 
 def _packed_s(
