@@ -24,8 +24,9 @@ START_S: Final = 300
 """Seconds that a start may take without progress; a load that makes progress asks for more."""
 STOP_MARGIN_S: Final = 30
 """Seconds between the end of the drain and the kill."""
-WATCHDOG_S: Final = 120
-"""Seconds without a sign of life after which a server is ended and started again."""
+WATCHDOG_S: Final = 600
+"""Seconds without a sign of life after which a server is ended and started again; a step of a large
+model on a CPU may take minutes."""
 _NOTIFIES: Final = ("Type=notify", "NotifyAccess=main", f"WatchdogSec={WATCHDOG_S}")
 RESTART_S: Final = 10
 CRASHES: Final = 3

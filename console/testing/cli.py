@@ -160,4 +160,5 @@ def _figures(name: str, metrics: Mapping[str, float]) -> Iterator[str]:
         for metric in found_metrics("sweep", [metrics])
         if metric.name in metrics
     ]
-    yield f"  {name + ': ' if name else ''}{', '.join(words)}"
+    if words:
+        yield f"  {name + ': ' if name else ''}{', '.join(words)}"
