@@ -33,6 +33,8 @@ class Stream:
     ) -> None:
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.priority = priority
+        self.form: object = None
+        """Its compiled form, which the engine's thread finds compiled while this refers to it."""
         self.tells_start = False
         """Whether the client is told, by no tokens, that the engine took the request."""
         self.open_answers = 0
@@ -183,8 +185,9 @@ class AsyncLLM:
         """
         answers: list[CompletionOutput] = []
         num_cached_tokens: int | None = None
-        await self._prepare(params)
+        form = await self._prepare(params)
         stream = self._submit(prompt, params, request_id, priority)
+        stream.form = form
         async with contextlib.aclosing(self._follow(stream)) as parts:
             async for _, events, is_last in parts:
                 if not answers:
@@ -233,8 +236,9 @@ class AsyncLLM:
             tell_start: Yield first, maybe without tokens, once the engine took the request: what
                 is wrong with it was raised before.
         """
-        await self._prepare(params)
+        form = await self._prepare(params)
         stream = self._submit(prompt, params, request_id, priority, tell_start=tell_start)
+        stream.form = form
         async with contextlib.aclosing(self._follow(stream)) as parts:
             async for _, events, _ in parts:
                 if events or tell_start:
@@ -253,12 +257,13 @@ class AsyncLLM:
             if not is_last:
                 self._commands.put(partial(self._abort, stream.request_id, stream))
 
-    async def _prepare(self, params: Any) -> None:
-        """Do beside the engine's thread what takes long before a request is queued."""
-        if isinstance(params, SamplingParams) and params.structured is not None:
-            with self._lock:
-                self._check_room()
-            await asyncio.to_thread(self._llm.prepare_form, params.structured)
+    async def _prepare(self, params: Any) -> object:
+        """Return the compiled form of a request, made beside the engine's thread; None: none."""
+        if not isinstance(params, SamplingParams) or params.structured is None:
+            return None
+        with self._lock:
+            self._check_room()
+        return await asyncio.to_thread(self._llm.prepare_form, params.structured)
 
     def _check_room(self) -> None:
         """Raise QueueFullError where one more request is too many; the lock is held."""

@@ -22,7 +22,7 @@ from engine.asked.structured import StructuredOutput
 from engine.build import Engine, Progress, build_engine, known_unpackable, read_model
 from engine.clock import LoadReport
 from engine.device.cuda import open_device
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.kv.pool import Tier
 from engine.model.spec import ModelSpec
 from engine.plan.memory import DeviceFacts, MemoryPlan
@@ -122,6 +122,7 @@ class LLM:
         """
         with in_keywords():
             config = config_from_keywords(model, keywords)
+            _check_emulated(config)
             self._open(build_engine(config, plan=_refereed(config)))
 
     @staticmethod
@@ -335,14 +336,16 @@ class LLM:
             session = self._sessions.add(prompt, params, request_id, priority)
             return session.request.request_id
 
-    def prepare_form(self, form: StructuredOutput) -> None:
+    def prepare_form(self, form: StructuredOutput) -> object:
         """Compile a form ahead of requests that ask for it; any thread may call it.
+
+        It stays compiled at least as long as the caller keeps what this returns.
 
         Raises:
             RequestError: The form is not valid, or the model has no tokenizer that can be used.
         """
         _ = self.engine
-        self._sessions.constraints.make(form, 0)
+        return self._sessions.constraints.compiled(form)
 
     def step(self) -> list[TokenEvent]:
         """Return the tokens of one step of the engine, as they became known.
@@ -478,6 +481,16 @@ class LLM:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
+
+
+def _check_emulated(config: EngineConfig) -> None:
+    """Raise ConfigError for a size of an emulated GPU where there is a real one."""
+    tokens = config.emulated_kv_tokens
+    if tokens is not None and not open_device(config.gpu.device).facts().emulated:
+        raise ConfigError(
+            f"emulated_kv_tokens: expected None on a GPU, got {tokens}: it bounds the KV cache of "
+            "an emulated one. Remove it, or set device='cpu'."
+        )
 
 
 def _refereed(config: EngineConfig) -> MemoryPlan | None:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from server.body import Bodies, parsed
 from server.engine_link import EngineLink
 from server.errors import APIError, bad_value, not_ready, overloaded, shown, unsupported
-from server.guard import Guard
+from server.guard import LIVENESS, Guard
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from server.respond import Generated
@@ -418,6 +418,8 @@ def make_app(server: Server, settings: ServerSettings, keys: Sequence[str]) -> G
     get["/health"][1][503] = {"description": "Not ready; the body says why."}
     for path, (answer, responses) in get.items():
         app.add_api_route(path, answer, methods=["GET"], responses=responses)
+    for path in LIVENESS:
+        app.add_api_route(path, get[path][0], methods=["HEAD"], include_in_schema=False)
     post: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {
         "/v1/completions": (server.completions, CompletionRequest),
         "/v1/chat/completions": (server.chat, ChatRequest),

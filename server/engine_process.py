@@ -80,7 +80,7 @@ class EngineProcess:
         self._reader, self._writer = reader, writer
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="text")
         self._counting = ThreadPoolExecutor(1, thread_name_prefix="count")
-        """For /tokenize and /detokenize, whose texts have no bound but the body's."""
+        """For /tokenize and /detokenize, whose texts may be longer than a context."""
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[tuple[str, list[Token]]] = []
         self._engine: AsyncLLM | None = None
@@ -250,6 +250,7 @@ class EngineProcess:
     async def _tokenize(self, asked: Tokenize) -> None:
         text = self._text
         assert text is not None
+        text.check_counted(asked.prompt)
         encode = partial(text.encode, asked.prompt, add_special_tokens=asked.add_special_tokens)
         ids = await self._in_counting(encode)
         texts = await self._in_counting(partial(text.pieces, ids)) if asked.with_texts else None

@@ -31,8 +31,28 @@ OFFLOAD: Final = ("none", "auto", "uva", "prefetch")
 ALIASES: Final = {"kv-cpu-gib": "cpu_gib"}
 """Further names of flags -> the keyword."""
 Settings = TypeVar("Settings", bound=ListenSettings)
-NOT_FLAGS: Final = ("spec", "facts_folder", "kept_folder", "model_name")
+NOT_FLAGS: Final = ("spec", "facts_folder", "kept_folder", "model_name", "emulated_kv_tokens")
 """Keywords that a program gives, not a command line."""
+SHORT: Final = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "quantization": "-q",
+}
+"""Keyword -> the short flag that vllm serve has for it."""
+FRONT_FLAGS: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
+    "disable_log_requests": ((True,), "prompts are logged with --log-prompts alone."),
+    "enable_log_requests": ((False,), "set --log-prompts to log prompts and answers."),
+    "enable_auto_tool_choice": (
+        (True,),
+        "tools are called if a request has some. --tool-call-parser none leaves calls as text.",
+    ),
+    "uvicorn_log_level": (
+        ("critical", "error", "warning", "info"),
+        "the log has errors and a line for each request. --no-access-log leaves these out.",
+    ),
+}
+"""Flags of vllm serve for its front -> values that mean what this server does, and why no other."""
 TRUE: Final = ("true", "yes", "on", "1")
 FALSE: Final = ("false", "no", "off", "0")
 
@@ -140,13 +160,17 @@ def _spoken() -> dict[str, str]:
     found = {setting.path: name for name, setting in engine.items() if "." in setting.path}
     found |= {f"server.{name}": name for name in server}
     found |= {name: name for name in _names() if "_" in name}
-    found |= {name: name for name in NOT_SUPPORTED if "_" in name}
+    found |= {name: name for name in (*NOT_SUPPORTED, *FRONT_FLAGS) if "_" in name}
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
 def _asked(values: Mapping[str, Any]) -> Asked:
     _, server = _settings()
     texts = {name: value for name, value in values.items() if value is not None}
+    for name, (inert, why) in FRONT_FLAGS.items():
+        value = texts.pop(name, inert[0])
+        if value not in inert:
+            raise ConfigError(f"{name}={value!r}: not supported: {why}")
     model = texts.pop("model", None)
     if not isinstance(model, str) or not model:
         raise ConfigError(
@@ -227,7 +251,7 @@ def _read(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in content.items():
         name = keyword_of(key)
-        if name not in names and name not in NOT_SUPPORTED:
+        if name not in names and name not in {**NOT_SUPPORTED, **FRONT_FLAGS}:
             raise ConfigError(
                 f"config: {file}: there is no setting {key!r}.{did_you_mean(name, names)}"
             )
@@ -337,12 +361,16 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     for name, found in server.items():
         _add(group, name, found)
     group = add_engine_flags(parser)
-    for name, (inert, _) in NOT_SUPPORTED.items():
+    for name, (inert, _) in {**NOT_SUPPORTED, **FRONT_FLAGS}.items():
         if name not in server:  # taken where its value changes nothing; else the reason is told
             action = argparse.BooleanOptionalAction if bool in map(type, inert) else "store"
-            flag = f"--{name.replace('_', '-')}"
-            group.add_argument(flag, dest=name, action=action, help=argparse.SUPPRESS)
+            group.add_argument(*_flags_of(name), dest=name, action=action, help=argparse.SUPPRESS)
     return parser
+
+
+def _flags_of(name: str) -> list[str]:
+    short = [SHORT[name]] if name in SHORT else []
+    return [*short, f"--{name.replace('_', '-')}"]
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> Any:
@@ -357,7 +385,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> Any:
             _add(group, name, found)
     for name, text in COMBINED.items():
         metavar = "N" if name == "tensor_parallel_size" else "JSON"
-        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+        group.add_argument(*_flags_of(name), metavar=metavar, dest=name, help=text)
     return group
 
 

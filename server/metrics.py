@@ -116,6 +116,9 @@ class Metrics:
             "request_prefill_time_seconds", "First step to first token.", _SECONDS
         )
         self._decode = histogram("request_decode_time_seconds", "First to last token.", _SECONDS)
+        self._inference = histogram(
+            "request_inference_time_seconds", "First step to last token.", _SECONDS
+        )
         self._prompt = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
         self._output = histogram("request_generation_tokens", "Tokens of answers.", _TOKENS)
         self._n = histogram("request_params_n", "n of requests.", _COUNTS)
@@ -142,6 +145,9 @@ class Metrics:
         if times.start is not None:
             self._queue.observe(times.start.queue_s)
             self._prefill.observe(times.start.prefill_s)
+            if times.first_s is not None and times.last_s is not None:
+                decode_s = times.last_s - times.first_s
+                self._inference.observe(times.start.prefill_s + decode_s)
         for gap_s, num_tokens in times.gaps_s:
             for _ in range(num_tokens):
                 self._gap.observe(gap_s / num_tokens)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from engine.llm import LLM
 
 REPLACEMENT: Final = "\ufffd"
+MOST_COUNTED: Final = 4 * 2**20
+"""Characters of a text whose tokens are counted: seconds of a core, and no more memory."""
 SHORTENED: Final = 4
 """How many times shorter a tokenizer's normalization may make a text."""
 _BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -102,14 +104,23 @@ class Text:
         """
         if isinstance(prompt, list) or self._tokenizer is None:
             return
-        texts = [m["content"] for m in prompt.messages] if isinstance(prompt, Chat) else [prompt]
-        num = sum(map(len, texts))
+        num = _num_characters(prompt)
         if num > self._max_model_len * self._longest * SHORTENED:
             raise RequestError(
                 f"This model's maximum context length is {self._max_model_len} tokens of at most "
                 f"{self._longest} characters; the prompt has {num} characters. Shorten it.",
                 param="prompt",
                 code=RequestError.CONTEXT_LENGTH,
+            )
+
+    def check_counted(self, prompt: Prompt) -> None:
+        """Raise RequestError where the tokens of a text or chat would take minutes to count."""
+        num = _num_characters(prompt)
+        if num > MOST_COUNTED:
+            raise RequestError(
+                f"prompt: expected at most {MOST_COUNTED} characters to count tokens of, got {num}."
+                " Send it in parts.",
+                param="prompt",
             )
 
     @cached_property
@@ -220,6 +231,11 @@ class Text:
         return {chr(byte): byte for byte in shown} | {
             chr(256 + place): byte for place, byte in enumerate(hidden)
         }
+
+
+def _num_characters(prompt: Prompt) -> int:
+    texts = [m["content"] for m in prompt.messages] if isinstance(prompt, Chat) else [prompt]
+    return sum(map(len, texts))
 
 
 def _start(event: TokenEvent, arrival_s: float) -> Start | None:

@@ -6,6 +6,7 @@ follow. It is imported when the first request asks for one.
 
 import json
 import threading
+import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,15 @@ class Constraint:
         )
 
 
+class CompiledForm:
+    """A form as llguidance follows it; it stays compiled while something refers to this."""
+
+    __slots__ = ("__weakref__", "matcher")
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self.matcher = matcher
+
+
 class Constraints:
     """Makes constraints for the requests of an engine; any thread may use it.
 
@@ -71,7 +81,10 @@ class Constraints:
         self._eos_token_ids = eos_token_ids
         self._vocabulary: LLTokenizer | None = None
         self._opening = threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, CompiledForm] = OrderedDict()
+        """The forms used last, which stay."""
+        self._known = weakref.WeakValueDictionary[str, CompiledForm]()
+        """All that are compiled, also those that a request which waits refers to."""
         self._looking = threading.Lock()
 
     def make(self, form: StructuredOutput, count: int) -> list[Constraint]:
@@ -80,18 +93,28 @@ class Constraints:
         Raises:
             RequestError: The form is not valid, or the model has no tokenizer that can be used.
         """
+        found = self.compiled(form)
+        with self._looking:
+            return [Constraint(found.matcher.deep_copy()) for _ in range(count)]
+
+    def compiled(self, form: StructuredOutput) -> CompiledForm:
+        """Return a form compiled; while the caller keeps it, `make` does not compile it again.
+
+        Raises:
+            RequestError: The form is not valid, or the model has no tokenizer that can be used.
+        """
         form.check()
         grammar = _grammar(form)
         with self._looking:
-            matcher = self._compiled.get(grammar)
-        if matcher is None:
-            matcher = self._compile(grammar)
+            found = self._known.get(grammar)
+        if found is None:
+            found = CompiledForm(self._compile(grammar))
         with self._looking:
-            self._compiled[grammar] = matcher
+            self._known[grammar] = self._compiled[grammar] = found
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > MOST_COMPILED:
                 self._compiled.popitem(last=False)
-            return [Constraint(matcher.deep_copy()) for _ in range(count)]
+        return found
 
     def _compile(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits

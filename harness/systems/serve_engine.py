@@ -123,9 +123,11 @@ class _Server:
         self._process.kill()
         self._process.wait()
         if self._reader is not None:
-            self._reader.join()
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+            # Its engine holds the other end of stderr; one that is stopped would keep it open.
+            self._reader.join(END_S)
+        if self._reader is None or not self._reader.is_alive():
+            assert self._process.stderr is not None
+            self._process.stderr.close()
         self._file.close()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine import LLM, SamplingParams, StructuredOutput
 from engine.errors import RequestError
-from engine.text.constraints import Constraint
+from engine.text.constraints import MOST_COMPILED, Constraint
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import with_blocks
 from tests.tiny import VOCAB, greedy_params, make_prompt, open_llm, tokens_of
@@ -307,3 +307,26 @@ def test_a_form_that_leaves_no_token_fails_its_request(writer: LLM) -> None:
     [output] = writer.generate(PROMPTS[0], params)
     assert output.error is not None
     assert "got none. Change the form" in output.error
+
+
+def test_forms_of_requests_that_wait_stay_compiled(
+    writer: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the engine keeps by itself: its thread would compile the first ones again."""
+    forms = [StructuredOutput(regex=f"[0-9]{{2}}x{n}") for n in range(MOST_COMPILED + 4)]
+    held = [writer.prepare_form(form) for form in forms]
+    compiled: list[str] = []
+    constraints = writer._sessions.constraints
+    compile_form = constraints._compile
+
+    def note(grammar: str) -> object:
+        compiled.append(grammar)
+        return compile_form(grammar)
+
+    monkeypatch.setattr(constraints, "_compile", note)
+    for form in forms:
+        constraints.make(form, 1)
+    assert compiled == []
+    del held
+    constraints.make(forms[0], 1)
+    assert len(compiled) == 1

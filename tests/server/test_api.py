@@ -293,6 +293,9 @@ def test_models_versions_and_pages(served: Served) -> None:
     assert served.get("/v1/models/org/tiny").json()["id"] == "org/tiny"
     assert served.get("/health").json()["state"] == "ready"
     assert served.get("/ping").status_code == 200
+    for path in ("/health", "/ping"):
+        found = httpx.head(f"{served.url}{path}")
+        assert (found.status_code, found.content) == (200, b"")
     assert served.get("/version").json()["version"]
     assert "/v1/chat/completions" in served.get("/docs").text
     assert "/tokenize" in served.get("/openapi.json").json()["paths"]
@@ -306,6 +309,8 @@ def test_text_and_tokens_go_both_ways(served: Served) -> None:
     assert served.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": text}
     refused(served.post("/detokenize", tokens=[-1]), 400)
     refused(served.post("/tokenize"), 400)
+    error = refused(served.post("/tokenize", prompt="x" * (4 * 2**20 + 1)), 400)
+    assert "at most 4194304 characters to count tokens of, got 4194305" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,20 @@ def test_the_published_launcher_s_flags_are_taken_literally() -> None:
     assert config.kv.num_cpu_blocks == 50_000
 
 
+def test_flags_for_the_front_of_vllm_are_taken_where_they_mean_the_same() -> None:
+    line = "m --disable-log-requests --enable-auto-tool-choice --uvicorn-log-level info -tp 1"
+    assert parse(line.split()).keywords == {"tensor_parallel_size": 1}
+    for typed, reason in {
+        "--enable-log-requests": "set --log-prompts",
+        "--no-enable-auto-tool-choice": "--tool-call-parser none",
+        "--uvicorn-log-level debug": "--no-access-log",
+        "-tp 2": "several GPUs",
+        "-q awq": "quantization='awq': not supported",
+    }.items():
+        with pytest.raises(ConfigError, match=reason):
+            parse(["m", *typed.split()])
+
+
 def test_flags_of_the_issue_and_their_short_forms() -> None:
     line = "olmo7b --cpu-offload-gb 8 --kv-cpu-gib 4 --weight-format auto --port 9000"
     asked = parse(line.split())
