@@ -28,7 +28,7 @@ from console.registry.tables import Model, Profile
 from engine.errors import CheckpointError, ConfigError
 from engine.model.checkpoint import find_tensors
 from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
-from engine.model.quantised import SUPPORTED
+from engine.model.quant_config import SUPPORTED
 from engine.model.spec import ModelSpec
 
 DEFAULT: Final = "default"
