@@ -39,6 +39,19 @@ class _Sweep:
     models: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """What a table of runs says of one."""
+
+    cells: tuple[str, ...]
+    """Name, start, model, offload, budget, card, status, and the metrics of COLUMNS."""
+    kind: Kind
+    started: str
+    """ISO 8601; empty where there is no record."""
+    is_read: bool
+    """Whether it has a record that can be read."""
+
+
 def write_index(home: Path) -> Path:
     """Write HOME/index.html, the page of every run below HOME/runs; return its path.
 
@@ -67,12 +80,13 @@ def index_page(home: Path) -> Page:
     runs = home / RUNS
     found, sweeps = [], dict[Path, _Sweep]()
     for point in each_point(runs):
-        line, kind, started = _line(point)
+        row = run_row(point)
         parent = point.folder.parent
         if parent != runs:
             _count(sweeps.setdefault(parent, _Sweep()), point)
         name = "" if parent == runs else parent.relative_to(runs).as_posix()
-        found.append((started, (*line, name), kind, _address(point.folder, home)))
+        address = _address(point.folder, home)
+        found.append((row.started, (*row.cells, name), row.kind, address))
     found.sort(key=lambda item: item[0], reverse=True)
     counts = Counter(line[len(_BEFORE) - 1] for _, line, _, _ in found)
     sections = [_sweeps_section(sweeps, home, runs)] if sweeps else []
@@ -121,13 +135,14 @@ def _sweeps_section(sweeps: Mapping[Path, _Sweep], home: Path, runs: Path) -> Se
     return Section(title="Sweeps", tables=(table,))
 
 
-def _line(point: Point) -> tuple[tuple[str, ...], Kind, str]:
-    """Return the cells of a run before its sweep, how it is marked, and when it started."""
+def run_row(point: Point) -> RunRow:
+    """Return the row of a run."""
     record = point.record
     if record is None:
         problem = (point.problem or "").removeprefix(f"{point.folder / RESULT_NAME}: ")
         values = [ABSENT] * len(COLUMNS)
-        return (point.folder.name, *[""] * 5, shorten(problem, 80), *values), "bad", ""
+        cells = (point.folder.name, *[""] * 5, shorten(problem, 80), *values)
+        return RunRow(cells=cells, kind="bad", started="", is_read=False)
     asked_gib = facts.dig_number(record.config, "gpu.memory_gib")
     planned = facts.dig_number(record.plan, "gpu.budget_bytes")
     budget_gib = planned / GIB if asked_gib is None and planned is not None else asked_gib
@@ -141,7 +156,12 @@ def _line(point: Point) -> tuple[tuple[str, ...], Kind, str]:
         state(record),
     )
     values = [_value(metrics, record.metrics) for metrics in COLUMNS]
-    return (*before, *values), status_kind(record), record.started_at or ""
+    return RunRow(
+        cells=(*before, *values),
+        kind=status_kind(record),
+        started=record.started_at or "",
+        is_read=True,
+    )
 
 
 def _how(record: RunRecord) -> str:

@@ -1,0 +1,150 @@
+"""Pages as HTML: what every view says, with nothing known, and with hostile names."""
+
+import html
+import json
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.console.page.snapshots import GIB, HOSTILE, bare
+
+
+class Tags(HTMLParser):
+    """The names of all elements and attributes of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.attributes = set(), set()
+
+    def handle_starttag(self, tag, attrs):
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+VIEWS = (
+    "/",
+    "/models",
+    "/models/1",
+    "/models/1/delete",
+    "/add",
+    "/tests",
+    "/tests/1",
+    "/tests/2",
+    "/runs",
+    "/logs",
+    "/chat",
+    "/settings",
+)
+
+
+@pytest.mark.parametrize("address", [*VIEWS, "/models/2", "/models/2/delete", "/?range=1h"])
+def test_every_view_is_whole_escaped_and_has_nothing_inline(client, address):
+    answer = client.get(address)
+    assert answer.status_code == 200
+    text = answer.text
+    tags = Tags()
+    tags.feed(text)
+    assert {"img", "style"}.isdisjoint(tags.names)
+    assert all(name != "style" and not name.startswith("on") for name in tags.attributes)
+    assert re.findall(r"<script(?! src=\"/static/)", text) == []
+    assert "script-src 'self'" in answer.headers["content-security-policy"]
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    assert text.rstrip().endswith("</html>")
+
+
+def test_a_hostile_name_is_text(client):
+    assert html.escape(HOSTILE) in client.get("/models").text
+    told = html.unescape(client.get("/models/2/delete").text)
+    assert f"This deletes {HOSTILE}" in told
+
+
+@pytest.mark.parametrize("address", VIEWS)
+def test_a_machine_of_which_nothing_is_known(client, scripted, address):
+    scripted.told = bare(time.time())
+    assert client.get(address).status_code == 200
+
+
+def test_unknown_is_never_zero(client, scripted):
+    scripted.told = bare(time.time())
+    text = re.sub(r"(?s)<template>.*?</template>", "", client.get("/").text)
+    tiles = re.findall(r'class="value[^"]*">([^<]*)<', text)
+    assert set(tiles) == {"unknown"}
+    assert "NVML is not installed." in text
+    assert "Nothing is served" in text
+
+
+def test_now_tells_what_was_asked_for_and_what_holds(client):
+    text = client.get("/").text
+    assert "llama31_8b is ready" in text
+    for part in ("as planned", "prefetch", "4.20 GiB", "21,504"):
+        assert part in text
+
+
+def test_buttons_are_held_in_transitions(client, scripted):
+    def buttons():
+        panel = client.get("/").text.split('<article class="panel"')[1]
+        found = re.findall(r"<button([^>]*)>([^<]+)</button>", panel)
+        return {label: " disabled" in text.replace("disabled:", "") for text, label in found}
+
+    assert buttons()["Start"]
+    assert not buttons()["Stop"]
+    assert not buttons()["Switch"]
+    scripted.told["services"][0] |= {
+        "state": "loading",
+        "phase": "read",
+        "bytes_done": GIB,
+        "bytes_total": 4 * GIB,
+    }
+    held = buttons()
+    assert held["Start"]
+    assert held["Restart"]
+    assert held["Switch"]
+    assert not held["Stop"]
+    assert "read, 1.00 GiB of 4.00 GiB" in client.get("/").text
+    scripted.told["services"][0] |= {"state": "stopped"}
+    held = buttons()
+    assert not held["Start"]
+    assert held["Stop"]
+
+
+def test_what_failed_tells_why(client):
+    text = html.unescape(client.get("/").text)
+    assert "19.20 GiB are needed" in text
+    assert "3 failures of late" in text
+    assert "ERROR server: CapacityError" in text
+
+
+def test_the_stream_begins_with_everything(client):
+    with client.stream("GET", "/events/now?range=5m") as answer:
+        lines = iter(answer.iter_lines())
+        assert next(lines) == "event: snapshot"
+        told = json.loads(next(lines).removeprefix("data: "))
+    assert abs(told["now_s"] - time.time()) < 60
+    assert told["services"][1]["title"] == HOSTILE
+    assert [each["value"] for each in told["tiles"]][:2] == ["3", "0"]
+
+
+def test_a_comparison_has_intervals_and_tokens(client):
+    text = client.get("/tests/2").text
+    for part in ("1.286", "1.270 to 1.300", "6,400 of 6,400 tokens are equal", "24.1", "unknown"):
+        assert part in text
+
+
+def test_runs_of_a_home_without_any(client):
+    assert "No run yet" in client.get("/runs").text
+    assert "Expected two ticked runs or more" in client.get("/runs/compare?run=a").text
+
+
+@pytest.mark.parametrize(
+    "path", ["../registry.db", "..%2fregistry.db", "/etc/passwd", "a/../../registry.db", "."]
+)
+def test_a_file_outside_of_the_runs_is_not_there(client, path):
+    answer = client.get(f"/runs/files/{path}")
+    assert answer.status_code == 404
+
+
+def test_a_console_that_others_reach_says_so(client, scripted):
+    scripted.told["console"] = {"host": "0.0.0.0", "port": 7999, "is_loopback": False}
+    assert "This console listens on 0.0.0.0" in client.get("/settings").text
