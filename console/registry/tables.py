@@ -204,6 +204,7 @@ class Comparison(Base):
     """Of metrics: metric, unit, a, b, ratio, low, high."""
     tokens_equal: Mapped[int | None] = mapped_column(default=None)
     tokens_total: Mapped[int | None] = mapped_column(default=None)
+    """Requests that gave the same tokens on both sides, and those that were compared."""
     verdict: Mapped[str | None] = mapped_column(default=None)
     created_s: Mapped[float] = mapped_column(default=time.time)
 

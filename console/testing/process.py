@@ -17,6 +17,7 @@ from reports.record.record import RESULT_NAME, STATE_NAME
 LOG_NAME: Final = "test.log"
 DOCUMENT_NAME: Final = "test.json"
 """What the harness printed: its lines, and its one document."""
+MIB: Final = 2**20
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def _of_state(state: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"done": None, "total": None, "unit": None, "phase": words}
     match state.get("progress"):
         case {"total_bytes": total, "done_bytes": done} if total:
-            found |= {"done": done, "total": total, "unit": "bytes"}
+            sizes = {"done": done // MIB, "total": -(-total // MIB), "unit": "MiB"}
+            found |= sizes | {"phase": f"{words} (MiB)"}
         case {"requests_done": done, "requests_total": total, **rest}:
             found |= {"done": done, "total": total, "unit": "requests"}
             found["tokens_s"] = rest.get("tokens_s")
