@@ -114,7 +114,9 @@ class Server:
         self._bodies = Bodies(settings)
         self.num_requests = 0
         """Requests to the model that are being answered."""
-        self._metrics = Metrics(self._names[0], lambda: link.counts, self._cache_facts)
+        self._metrics = Metrics(
+            self._names[0], lambda: link.counts, self._cache_facts, self._memory_facts
+        )
 
     # What needs no engine.
 
@@ -170,6 +172,10 @@ class Server:
             name: ready.facts[name]
             for name in ("block_size", "num_gpu_blocks", "max_model_len", "backend")
         }
+
+    def _memory_facts(self) -> dict[str, Any]:
+        ready = self._link.ready
+        return {} if ready is None else ready.memory
 
     # What does.
 

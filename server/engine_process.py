@@ -138,7 +138,8 @@ class EngineProcess:
             has_chat_template=text.has_template,
             takes_tools=text.takes_tools,
             tool_parser=text.tool_parser,
-            facts=llm.effective() | {"memory": llm.memory()},
+            facts=llm.effective(),
+            memory=memory_of(llm),
             sampling_defaults=defaults,
         )
         send(self._writer, ready)
@@ -269,6 +270,19 @@ def counts_of(snapshot: "Snapshot") -> dict[str, float]:
     found = asdict(snapshot) | {"gpu_kv_usage": snapshot.gpu_kv_usage}
     found["prefix_hit_tokens"] = snapshot.prefix_hit_gpu_tokens + snapshot.prefix_hit_host_tokens
     return {name: value for name, value in found.items() if value is not None}
+
+
+def memory_of(llm: "LLM") -> dict[str, Any]:
+    """Return what `Ready.memory` tells of an engine."""
+    found, plan = llm.memory(), llm.plan
+    return {
+        "gpu_uuid": llm.engine.device.uuid,
+        "gpu_budget_bytes": plan.gpu_budget_bytes,
+        "gpu_items": dict(plan.gpu_items),
+        "host_items": dict(plan.host_items),
+        "host_pinned_bytes": found["host_pinned_bytes"],
+        "host_pageable_bytes": found["host_pageable_bytes"],
+    }
 
 
 def build(load: Load, tell: Callable[[object], None]) -> "tuple[LLM, Text, dict[str, Any]]":

@@ -92,12 +92,14 @@ class Metrics:
     Args:
         counts: Returns the engine's counts as of the last sign of life.
         facts: Returns sizes of the engine for vllm:cache_config_info; empty until it is ready.
+        memory: Returns what `server.wire.Ready` tells of memory; empty until it is ready.
     """
 
-    def __init__(self, model: str, counts: Any, facts: Any) -> None:
+    def __init__(self, model: str, counts: Any, facts: Any, memory: Any) -> None:
         self._model = model
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCounts(model, counts, facts))
+        self._registry.register(_EngineMemory(model, memory))
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             found = Histogram(
@@ -189,3 +191,44 @@ class _EngineCounts(Collector):
             )
             info.add_metric([self._model, *map(str, facts.values())], 1)
             yield info
+
+
+class _EngineMemory(Collector):
+    """Where the engine's memory went when it was built."""
+
+    def __init__(self, model: str, memory: Any) -> None:
+        self._model, self._memory = model, memory
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: names are known when they are collected."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield bytes on both sides."""
+        memory: Mapping[str, Any] = self._memory()
+        if not memory:
+            return
+        budget = GaugeMetricFamily(
+            "tightfit:gpu_budget_bytes",
+            "Memory of the GPU that the engine may take.",
+            labels=["model_name", "gpu_uuid"],
+        )
+        budget.add_metric([self._model, memory["gpu_uuid"] or ""], memory["gpu_budget_bytes"])
+        yield budget
+        for side, name in (("gpu", "GPU"), ("host", "host")):
+            items = GaugeMetricFamily(
+                f"tightfit:{side}_plan_bytes",
+                f"Bytes that the plan takes on the {name}, by part.",
+                labels=["model_name", "item"],
+            )
+            for item, num_bytes in memory[f"{side}_items"].items():
+                items.add_metric([self._model, item], num_bytes)
+            yield items
+        for kind in ("pinned", "pageable"):
+            host = GaugeMetricFamily(
+                f"tightfit:host_{kind}_bytes",
+                f"Host memory that the engine holds, {kind}.",
+                labels=["model_name"],
+            )
+            host.add_metric([self._model], memory[f"host_{kind}_bytes"])
+            yield host

@@ -126,6 +126,9 @@ class Ready:
     """The parser of tool calls that goes with the chat template, or none."""
     facts: dict[str, Any]
     """Sizes and placements in force."""
+    memory: dict[str, Any]
+    """gpu_uuid (None: there is no GPU), gpu_budget_bytes, gpu_items and host_items (bytes by part
+    of the plan), host_pinned_bytes, host_pageable_bytes."""
     sampling_defaults: dict[str, Any]
     """Parameters of requests that leave them out."""
 

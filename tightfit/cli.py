@@ -4,13 +4,15 @@ A subcommand is a function and its row in COMMANDS; what it needs is imported wh
 help and version start at once.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
 from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, version_line
-from engine.errors import closest
+from engine.errors import EngineError, closest
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,31 @@ def _test(arguments: list[str]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    from server.run import main  # noqa: PLC0415  when it runs
+    from server.lifecycle import EXIT_CONFIG  # noqa: PLC0415  when it runs
+    from server.run import main  # noqa: PLC0415
 
+    if {"-h", "--help"} & {*arguments}:
+        sys.stdout.write("--profile MODEL[/PROFILE] serves a profile of the registry.\n\n")
+    try:
+        arguments = _of_profile(arguments)
+    except EngineError as error:
+        say(f"error: {error}")
+        return EXIT_CONFIG
     return main(arguments, prog="tightfit serve")
+
+
+def _of_profile(arguments: list[str]) -> list[str]:
+    """Return the arguments of `serve`, with those of a profile in the place of --profile NAME."""
+    parser = argparse.ArgumentParser(prog="tightfit serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--profile", metavar="MODEL[/PROFILE]")
+    known, others = parser.parse_known_args(arguments)
+    if known.profile is None:
+        return arguments
+    from console.registry.database import Database  # noqa: PLC0415  when it runs
+    from console.registry.flags import arguments_of  # noqa: PLC0415
+
+    with closing(Database.open()) as database:
+        return [*arguments_of(known.profile, database), *others]  # what is given wins
 
 
 def _chat(arguments: list[str]) -> int:

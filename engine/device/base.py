@@ -189,6 +189,8 @@ class Device(Protocol):
     """cuda | cpu."""
     torch_device: torch.device
     name: str
+    uuid: str | None
+    """Of the GPU, as NVML writes it; None on the CPU."""
 
     def facts(self) -> DeviceFacts:
         """Return what a plan must know, read now."""

@@ -103,6 +103,7 @@ class CPUDevice:
 
     kind = "cpu"
     torch_device = torch.device("cpu")
+    uuid: str | None = None
 
     def __init__(self, *, eager_copies: bool = False) -> None:
         self.name = "CPU emulation"

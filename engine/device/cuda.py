@@ -254,7 +254,7 @@ class CUDADevice:
         index = torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
-        self._uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        self.uuid: str | None = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(index)
         outside = total - free - torch.cuda.memory_reserved(index)
@@ -288,7 +288,7 @@ class CUDADevice:
             compute_capability=torch.cuda.get_device_capability(self.torch_device),
             pin_limit_bytes=limit,
             num_threads=num_threads(),
-            holders=gpu_holders(self._uuid),
+            holders=gpu_holders(self.uuid),
         )
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -357,7 +357,7 @@ class CUDADevice:
     def _outside_bytes(self) -> int:
         """Memory of this process outside torch's allocator: context, modules, graphs."""
         reserved = torch.cuda.memory_reserved(self.torch_device)
-        own = gpu_processes(self._uuid).get(os.getpid())
+        own = gpu_processes(self.uuid).get(os.getpid())
         if own is None:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             own = total - free - self._others

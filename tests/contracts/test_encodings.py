@@ -6,7 +6,7 @@ import pytest
 
 from tests.contracts.project import PACKAGES, python_files, relative
 
-NO_TEXT = ("os", "Database", "zipfile", "tarfile", "self._allocator")
+NO_TEXT = ("os", "Database", "Registry", "zipfile", "tarfile", "self._allocator")
 """What has an `open` that opens no text."""
 
 

@@ -1,6 +1,7 @@
 """The API as clients see it: shapes, streams, refusals, bounds."""
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -353,6 +354,18 @@ def test_counters_move_by_exactly_what_was_asked(served: Served) -> None:
         completed(served, prompt="abcde", max_tokens=7)
     assert [served.metric(name) for name in names] == [before[0] + 15, before[1] + 21]
     assert served.metric("vllm:e2e_request_latency_seconds_count") > 0
+
+
+def test_metrics_tell_where_memory_went(served: Served) -> None:
+    text = served.get("/metrics").text
+    found = dict(re.findall(r'^tightfit:gpu_plan_bytes\{item="(\w+)".* (\S+)$', text, re.MULTILINE))
+    assert float(found["weights"]) > 0
+    assert float(found["kv_cache"]) > 0
+    budget = served.metric("tightfit:gpu_budget_bytes")
+    assert 0 < budget <= 0.125 * 2**30
+    assert sum(map(float, found.values())) <= budget
+    assert served.metric("tightfit:host_plan_bytes") >= sum(map(float, found.values()))
+    assert 'gpu_uuid=""' in text  # there is no GPU
     assert served.get("/load").json() == {"server_load": 0}
 
 
