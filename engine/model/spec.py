@@ -186,6 +186,11 @@ class ModelSpec(Sealed):
         return self._all_layer_tensors[layer]
 
     @cached_property
+    def layer_names(self) -> tuple[tuple[str, ...], ...]:
+        """Names of each decoder layer's tensors."""
+        return tuple(tuple(t.name for t in tensors) for tensors in self._all_layer_tensors)
+
+    @cached_property
     def _all_layer_tensors(self) -> tuple[tuple[TensorSpec, ...], ...]:
         layers = range(self.num_hidden_layers)
         return tuple(tuple(self._layer_tensors(f"model.layers.{layer}.")) for layer in layers)

@@ -450,7 +450,7 @@ class Asked:
     def layer_plan(self, index: int, places: Mapping[str, Residence]) -> LayerPlan:
         """Return a layer's tensors, laid out together by their residence."""
         tensors, known = self.spec.layer_tensors(index), self._layer_plans
-        key = index, tuple([places[tensor.name] for tensor in tensors])
+        key = index, tuple(map(places.__getitem__, self.spec.layer_names[index]))
         if key not in known:
             slabs: dict[Residence, list[TensorSpec]] = {kind: [] for kind in RESIDENCES}
             for tensor, place in zip(tensors, key[1], strict=True):

@@ -231,10 +231,13 @@ def assign_spread(spec: ModelSpec, num_layers: int) -> Assignment:
 def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: str) -> Assignment:
     """Replace placements that this machine cannot serve, for a reason that a note gives."""
     places = assignment.placements
-    served = {n: place.served(can_pin=can_pin, can_uva=can_uva) for n, place in places.items()}
-    changed = [name for name, place in places.items() if served[name] is not place]
+    instead = {
+        place: place.served(can_pin=can_pin, can_uva=can_uva) for place in set(places.values())
+    }
+    changed = [name for name, place in places.items() if instead[place] is not place]
     if not changed:
         return assignment
+    served = {name: instead[place] for name, place in places.items()}
     kinds = sorted({places[name].name for name in changed})
     memory = "pinned" if can_pin else "pageable"
     note = (

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -313,7 +313,12 @@ class Packed:
 
     def __add__(self, other: "Packed") -> "Packed":
         """Return both together."""
-        return Packed(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Packed(
+            self.stored + other.stored,
+            self.plain + other.plain,
+            self.quantised + other.quantised,
+            self.quantised_plain + other.quantised_plain,
+        )
 
     @classmethod
     def among(cls, tensors: Iterable[TensorSpec], formats: TensorFormats) -> "Packed":
@@ -576,8 +581,9 @@ def _read_bytes(shape: Shape, *, is_staged: bool) -> list[tuple[Read, Read]]:
         is_direct = found.residence.feed(is_staged=is_staged) is Feed.DIRECT
         target = (in_place, packed_there) if is_direct else (from_gpu, packed)
         for layer, (size, more) in enumerate(zip(found.sizes, found.packed, strict=True)):
-            target[0][layer] += size
-            target[1][layer] += more
+            if size:
+                target[0][layer] += size
+                target[1][layer] += more
     here, there = (
         [Read(size - held.stored, held) for size, held in zip(sizes, each, strict=True)]
         for sizes, each in ((from_gpu, packed), (in_place, packed_there))
