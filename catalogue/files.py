@@ -9,6 +9,11 @@ from typing import Any, Final
 
 import yaml
 
+try:  # in C: ten times as fast
+    from yaml import CSafeLoader as _Safe
+except ImportError:
+    from yaml import SafeLoader as _Safe  # type: ignore[assignment]
+
 from engine.errors import ConfigError
 
 CONF: Final = Path(__file__).resolve().parents[1] / "conf"
@@ -74,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(_Safe):
     """Loads plain data, with the numbers of YAML 1.2 and of Hydra: 1e-6 is one."""
 
 
@@ -108,7 +113,7 @@ def quote_texts(text: str, is_text: Callable[[str], bool]) -> str:
         is_text: whether the setting at a dotted path is a text or a list of texts.
     """
     try:
-        root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        root = yaml.compose(text, Loader=_Safe)
     except yaml.YAMLError:
         return text
     found = {node.start_mark.index: node for node in _texts(root, "", is_text)}

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from io import StringIO
 from typing import Any, Final
 
 EXIT_OK: Final = 0
@@ -39,8 +38,6 @@ def error_facts(
 
 
 _INDENT: Final = "  "
-_WIDEST: Final = 10_000
-"""Characters of a line; nothing is folded or cut below it."""
 
 
 def say(text: str) -> None:
@@ -62,15 +59,14 @@ def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> l
     """
     if not rows:
         return []
-    from rich.console import Console  # noqa: PLC0415  takes a tenth of a second
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.cells import cell_len, set_cell_size  # noqa: PLC0415  for tables alone
 
-    table = Table.grid(padding=(0, 2))
-    for index in range(len(rows[0])):
-        table.add_column(justify="left" if index in left else "right", no_wrap=True)
+    widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
+    lines = []
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    text = StringIO()
-    Console(file=text, width=_WIDEST, color_system=None, force_terminal=False).print(table)
-    return [f"{_INDENT}{line}".rstrip() for line in text.getvalue().splitlines()]
+        cells = (
+            set_cell_size(cell, width) if index in left else " " * (width - cell_len(cell)) + cell
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append((_INDENT + "  ".join(cells)).rstrip())
+    return lines

@@ -68,7 +68,7 @@ def _search(arguments: list[str]) -> int:
 def _models(arguments: list[str]) -> int:
     from console.registry.cli import main  # noqa: PLC0415  when it runs
 
-    return _guarded(lambda: main(arguments, {"pack": _pack, "test": _test}))
+    return main(arguments, {"pack": _pack, "test": _test})
 
 
 def _pack(arguments: list[str]) -> int:
@@ -80,7 +80,7 @@ def _pack(arguments: list[str]) -> int:
 def _test(arguments: list[str]) -> int:
     from console.testing.cli import main  # noqa: PLC0415  when it runs
 
-    return main(arguments)
+    return _guarded(lambda: main(arguments))
 
 
 def _serve(arguments: list[str]) -> int:

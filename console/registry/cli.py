@@ -135,8 +135,8 @@ def _opened() -> "Registry":
 def _added(name: str) -> "tuple[Registry, Model] | None":
     """Return a model of the registry by its name; None: there is none of that name."""
     registry = _registry()
-    rows = [] if registry is None else [row for row in registry.models.list() if row.name == name]
-    return (registry, rows[0]) if registry is not None and rows else None
+    row = None if registry is None else registry.models.find(name)
+    return None if registry is None or row is None else (registry, row)
 
 
 # What there is.
@@ -149,14 +149,13 @@ def _list(chosen: argparse.Namespace) -> Iterator[Answer]:
     known = {row.source for row in rows}
     entries = [find(name, chosen.config_dir) for name in names(chosen.config_dir)]
     others = [entry for entry in entries if entry.name not in known]
-    lines = [*_table(rows, rates), *([""] if rows else []), *_catalogue_table(others)]
-    yield Answer(
-        lines,
-        {
-            "models": [_plain(row) | {"output_tok_s": rates.get(row.id)} for row in rows],
-            "catalogue": [_plain_entry(entry) for entry in others],
-        },
-    )
+    if not chosen.json:
+        yield Answer([*_table(rows, rates), *[""][: len(rows)], *_catalogue_table(others)], None)
+        return
+    plain = [_plain(row) | {"output_tok_s": rates.get(row.id)} for row in rows]
+    for row in plain:
+        del row["spec"]  # `show` has it
+    yield Answer([], {"models": plain, "catalogue": [_plain_entry(entry) for entry in others]})
 
 
 def _rates(registry: "Registry") -> dict[int, float]:
@@ -286,7 +285,7 @@ def _described(registry: "Registry", row: "Model", card: str | None) -> Answer:
     from console.registry.models import profile_of  # noqa: PLC0415
 
     runs = registry.results.runs(row.id, limit=LAST)
-    measured = registry.results.latest().get(row.id, [])
+    measured = registry.results.latest(row.id).get(row.id, [])
     rows = [
         ("model", row.name),
         ("source", row.source if row.revision is None else f"{row.source} {row.revision}"),
@@ -436,11 +435,15 @@ def _removed(registry: "Registry", name: str, chosen: argparse.Namespace) -> Ans
         "no files" if found.folder is None else f"{found.num_bytes / GIB:.2f} GiB in {found.folder}"
     )
     lines = [
-        f"{found.name}: {files} {done}, with {len(found.profiles)} profiles, {found.num_tests} "
-        f"tests and {found.num_measurements} measurements"
+        f"{found.name}: {files} {done}, with {_count(len(found.profiles), 'profile')}, "
+        f"{_count(found.num_tests, 'test')} and {_count(found.num_measurements, 'measurement')}"
     ]
     folder = None if found.folder is None else str(found.folder)
     return Answer(lines, asdict(found) | {"folder": folder})
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _scan(_: argparse.Namespace) -> Iterator[Answer]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session, selectinload
@@ -22,7 +22,6 @@ from console.registry.checks import (
     spec_of,
 )
 from console.registry.database import Database
-from console.registry.proposals import Proposal, propose
 from console.registry.results import Results
 from console.registry.tables import Model, Profile
 from engine.errors import CheckpointError, ConfigError
@@ -30,6 +29,9 @@ from engine.model.checkpoint import find_tensors
 from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
 from engine.model.quant_config import SUPPORTED
 from engine.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from console.registry.proposals import Proposal
 
 DEFAULT: Final = "default"
 """The name of a model's first profile."""
@@ -57,6 +59,11 @@ class Models:
         """
         with self._database.read() as session:
             return read_row(session, model)
+
+    def find(self, name: str) -> Model | None:
+        """Return a model by its name, with its profiles; None: there is none."""
+        with self._database.read() as session:
+            return _find(session, name)
 
     def add(
         self,
@@ -120,7 +127,7 @@ class Models:
         *,
         card: str | None = None,
         explain: bool = True,
-    ) -> Proposal:
+    ) -> "Proposal":
         """Say whether a profile fits, what each way to make it fit costs, and propose settings.
 
         Args:
@@ -132,6 +139,8 @@ class Models:
         Raises:
             FieldError: there is no such card, or a setting is refused.
         """
+        from console.registry.proposals import propose  # noqa: PLC0415  brings the planner
+
         measured = Results(self._database).throughput(model.id)
         given = _given(settings or {})
         return propose(model, given, card=card, measured=measured, explain=explain)
@@ -420,8 +429,12 @@ def read_row(session: Session, model: str | int) -> Model:
     Raises:
         FieldError: there is none.
     """
-    by = Model.id == model if isinstance(model, int) else Model.name == model
-    row = session.scalar(select(Model).options(selectinload(Model.profiles)).where(by))
+    row = _find(session, model)
     if row is None:
         raise FieldError("model", f"model: expected one of the registry, got {shown(model)}.")
     return row
+
+
+def _find(session: Session, model: str | int) -> Model | None:
+    by = Model.id == model if isinstance(model, int) else Model.name == model
+    return session.scalar(select(Model).options(selectinload(Model.profiles)).where(by))

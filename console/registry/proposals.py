@@ -20,6 +20,7 @@ from engine.device.machine import Machine, machine_of
 from engine.errors import CapacityError, ConfigError
 from engine.model.facts import read_unpackable
 from engine.model.spec import ModelSpec
+from engine.plan.answer import wrapped
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import answer, plan_memory
 from engine.plan.times import CONTEXT_TOKENS, shape_of
@@ -200,7 +201,7 @@ def _answered(
         card=facts.name,
         is_here=question.machine.is_here,
         verdict=verdict,
-        lines=tuple(as_flags(line) for line in lines),
+        lines=tuple(as_flags(line) for line in (*wrapped(lines[0]), *lines[1:])),
         choices=choices,
         settings=chosen,
         price=None if plan is None else _price(plan),
@@ -262,7 +263,8 @@ def _sequences(question: _Question, settings: Mapping[str, Any]) -> int:
     sequences may move more weights to host memory.
     """
     best, count, fastest = 1, EngineSettings().max_num_seqs, 0.0
-    while count <= MOST_SEQUENCES:
+    most = count if question.machine.facts.emulated else MOST_SEQUENCES
+    while count <= most:
         plan = question.plan({**settings, "max_num_seqs": count})
         if plan is None:
             break

@@ -130,10 +130,16 @@ class Results:
         with self._database.read() as session:
             return [(run, row) for run, row in session.execute(chosen)]
 
-    def latest(self) -> dict[int, list[Performance]]:
-        """Return the last measurement of each part of each profile, by the model's id."""
+    def latest(self, model_id: int | None = None) -> dict[int, list[Performance]]:
+        """Return the last measurement of each part of each profile, by the model's id.
+
+        Args:
+            model_id: of the only model; None: of all.
+        """
         by = (Performance.model_id, Performance.profile_id, Performance.part)
         last = select(func.max(Performance.id)).group_by(*by)
+        if model_id is not None:
+            last = last.where(Performance.model_id == model_id)
         with self._database.read() as session:
             rows = session.scalars(select(Performance).where(Performance.id.in_(last))).all()
         found: dict[int, list[Performance]] = {}

@@ -47,7 +47,7 @@ class Base(DeclarativeBase):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row's columns as plain data."""
-        return {column.name: getattr(self, column.name) for column in self.__table__.columns}
+        return {name: getattr(self, name) for name in self.__table__.columns.keys()}  # noqa: SIM118
 
 
 class Model(Base):

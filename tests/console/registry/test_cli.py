@@ -57,7 +57,7 @@ def test_a_model_is_added_shown_changed_and_removed(
     folder = checkpoint(tmp_path / "mine")
     code, out, _ = models_command("add", folder, "--card", "rtx4080_16gb", "--seed", "7")
     assert code == 0
-    first, verdict, profile, price = out.splitlines()
+    first, verdict, *_, profile, price = out.splitlines()
     assert first == f"mine is added (0.00 GiB, in {folder})."
     assert verdict.startswith("mine fits rtx4080_16gb: ")
     assert profile == "Profile default: seed=7 max_num_seqs=256"
@@ -90,7 +90,7 @@ def test_a_model_is_added_shown_changed_and_removed(
         True,
     )
     code, out, _ = models_command("remove", "mine", "--keep-files", "--dry-run")
-    assert out.startswith("mine: no files would be removed, with 1 profiles, 0 tests")
+    assert out.startswith("mine: no files would be removed, with 1 profile, 0 tests")
     assert models_command("remove", "mine", "--keep-files")[0] == 0
     assert "mine" not in models_command("list")[1]
 
@@ -107,7 +107,9 @@ def test_every_answer_is_there_as_json(models_command: Command, tmp_path: Path, 
     _, found, _ = models_command("list", "--json")
     assert [(row["name"], row["output_tok_s"]) for row in found["models"]] == [("m", 12.5)]
     assert "olmo7b" in [entry["name"] for entry in found["catalogue"]]
+    assert "spec" not in found["models"][0]
     _, found, _ = models_command("show", "m", "--json", "--card", "cpu")
+    assert found["spec"]["num_hidden_layers"] == 2
     assert (found["tests"][0]["status"], found["performance"][0]["card"]) == ("finished", "CPU")
     assert found["plan"]["verdict"] == "fits"
     assert found["plan"]["measured"][0]["settings"] == {"max_num_seqs": 4}

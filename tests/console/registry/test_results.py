@@ -5,6 +5,7 @@ import time
 
 import psutil
 import pytest
+from sqlalchemy import Engine, event
 
 from console.registry.checks import FieldError
 from console.registry.database import Database
@@ -101,3 +102,38 @@ def test_a_process_is_known_by_its_start() -> None:
     assert is_alive(own.pid, own.started_s)
     assert not is_alive(own.pid, None)
     assert not is_alive(None, 1.0)
+
+
+def test_rows_are_found_by_indexes_however_many_there_are(
+    results: Results, models: Models, database: Database
+) -> None:
+    """What pages ask for: SQLite searches an index, and a list takes as many queries as tables."""
+    asked: list[tuple[str, object]] = []
+
+    def keep(_: object, __: object, statement: str, parameters: object, *___: object) -> None:
+        asked.append((statement, parameters))
+
+    event.listen(Engine, "before_cursor_execute", keep)
+    try:
+        results.runs(1)
+        results.runs(1, before_id=9, statuses=("finished",))
+        results.runs(statuses=("queued", "running"))
+        results.performance(1, card="CPU")
+        results.throughput(1)
+        results.latest(1)
+        results.comparisons(1)
+        models.get("glass")
+        found = [each for each in asked if each[0].startswith("SELECT")]
+        asked.clear()
+        models.list()
+        assert len([each for each in asked if each[0].startswith("SELECT")]) == 2
+    finally:
+        event.remove(Engine, "before_cursor_execute", keep)
+    assert len(found) == 9
+    with database.read() as session:
+        for statement, parameters in found:
+            rows = session.connection().exec_driver_sql(
+                f"EXPLAIN QUERY PLAN {statement}", parameters
+            )
+            steps = [row.detail for row in rows]
+            assert not [step for step in steps if step.startswith("SCAN")], (statement, steps)
