@@ -26,18 +26,16 @@ PROFILES: list[dict[str, Any]] = [
 NODES = ("offload.uva", "offload.prefetch", "kv", "engine", "planner")
 
 
-@pytest.mark.parametrize("settings", PROFILES, ids=str)
-def test_a_profile_means_the_same_to_the_harness(
-    settings: dict[str, Any], models: Models, tmp_path: Path
-) -> None:
+def test_profiles_mean_the_same_to_the_harness(models: Models, tmp_path: Path) -> None:
     model = models.get("toy")
-    wanted = config_of(settings, spec_of(model))
-    found = asked.asked_of(settings, model)
-    [point] = Composer().plan(["model=glass", *found.overrides()]).points
-    words = asked.sweep_command(["model=glass"], {"p.1": found}, tmp_path / "s")
+    profiles = {f"p.{number}": asked.asked_of(each, model) for number, each in enumerate(PROFILES)}
+    words = asked.sweep_command(["model=glass"], profiles, tmp_path / "s")
     files = Path(words[words.index("--config-dir") + 1])
-    [swept] = Composer(files).plan(words[3:], multirun=True).points
-    for config in (point.config, swept.config):
+    points = Composer(files).plan(words[3:], multirun=True).points
+    uva = Composer().plan(["model=glass", *profiles["p.2"].overrides()]).points
+    settings = [*PROFILES, PROFILES[2]]
+    for point, each in zip([*points, *uva], settings, strict=True):
+        config, wanted = point.config, config_of(each, spec_of(model))
         for node in NODES:
             read = attrgetter(node)
             assert asdict(read(config)) == asdict(read(wanted))
