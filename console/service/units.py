@@ -55,6 +55,8 @@ _HARDENED_SYSTEM: Final = (
     "ProtectKernelTunables=yes",
     "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",
     "RestrictNamespaces=yes",
+    "SystemCallErrorNumber=EPERM",
+    "SystemCallFilter=~@clock @cpu-emulation @module @mount @obsolete @raw-io @reboot @swap",
     # Neither PrivateDevices nor ProtectClock, which hide /dev/nvidia*; nor
     # MemoryDenyWriteExecute, as kernels are compiled while a model loads.
 )
