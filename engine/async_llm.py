@@ -185,6 +185,7 @@ class AsyncLLM:
         """
         answers: list[CompletionOutput] = []
         num_cached_tokens: int | None = None
+        prompt_logprobs: list[dict[int, float] | None] | None = None
         form = await self._prepare(params)
         stream = self._submit(prompt, params, request_id, priority)
         stream.form = form
@@ -198,6 +199,7 @@ class AsyncLLM:
                     _extend(answers[event.index], event)
                     if event.index == 0 and event.num_cached_tokens is not None:
                         num_cached_tokens = event.num_cached_tokens
+                        prompt_logprobs = event.prompt_logprobs
                 yield RequestOutput(
                     request_id=stream.request_id,
                     prompt=prompt if isinstance(prompt, str) else None,
@@ -213,6 +215,7 @@ class AsyncLLM:
                     ],
                     finished=is_last,
                     num_cached_tokens=num_cached_tokens,
+                    prompt_logprobs=prompt_logprobs,
                 )
 
     async def tokens(

@@ -235,6 +235,9 @@ class EngineProcess:
                         text.token(event, arrival_s, with_logprobs=with_logprobs)
                         for event in events
                     ]
+                    if (found := events[0].prompt_logprobs) is not None:
+                        prompt = await self._in_thread(partial(text.prompt_tokens, ids, found))
+                        tokens[0] = tokens[0]._replace(prompt=prompt)
                     self._put(asked.request_id, tokens)
 
     def _put(self, name: str, tokens: list[Token]) -> None:

@@ -210,8 +210,6 @@ class CompletionRequest(Sampling):
             raise bad_value("prompt", "prompt: expected text of at least one character, got ''.")
         if self.suffix:
             raise unsupported("suffix", "text behind the answer")
-        if self.echo and self.logprobs is not None:
-            raise unsupported("echo", "echo with logprobs")
         num, best_of = self.n or 1, self.best_of
         if best_of is not None and best_of < num:
             raise bad_value("best_of", f"best_of: expected at least n={num}, got {best_of}.")
@@ -219,13 +217,16 @@ class CompletionRequest(Sampling):
             raise bad_value(
                 "best_of", "best_of: expected stream=false: answers are compared at their end."
             )
-        return self.params(
+        found = self.params(
             defaults=defaults,
             n=best_of or num,
             max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
             logprobs=self.logprobs,
             form=self.form(),
         )
+        if self.echo:
+            found.prompt_logprobs = self.logprobs
+        return found
 
 
 class ChatRequest(Sampling):

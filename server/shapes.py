@@ -1,5 +1,6 @@
 """Answers in OpenAI's shapes: the chunks of a stream and the whole, from the same tokens."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from server.tools import Call, ToolParser, parser_of
-from server.wire import Accepted, Token, TokenText
+from server.wire import Accepted, PromptToken, Token, TokenText
 
 Chunk = dict[str, Any]
 
@@ -48,6 +49,10 @@ class _Choice:
     calls: list[Call] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     """Kept where the whole answer needs them."""
+    place: int = 0
+    """Of its prompt among the request's."""
+    has_echoed: bool = False
+    """Whether the log-probabilities of its prompt were told."""
     begin: int = 0
     """Characters of its prompt, where that is echoed."""
     num_characters: int = 0
@@ -89,7 +94,7 @@ class _Collected:
         self.choices = [self._choice(index) for index in range(num_prompts * n)]
 
     def _choice(self, index: int) -> _Choice:
-        return _Choice(index, parser_of("none"))
+        return _Choice(index, parser_of("none"), place=index // self._n)
 
     def _frame(self, choices: list[Chunk], usage: dict[str, Any] | None = None) -> Chunk:
         chunk = {**self._base, "choices": choices}
@@ -154,6 +159,8 @@ class CompletionShape(_Collected):
     ) -> None:
         super().__init__(*args, **common)
         self._best, self._echo = best, echo
+        self._prompts: dict[int, tuple[PromptToken, ...]] = {}
+        """Tokens of the prompts that are echoed with log-probabilities, by place."""
 
     def begin(self, accepted: Sequence[Accepted]) -> list[Chunk]:
         """Return the prompts where they are echoed."""
@@ -173,6 +180,9 @@ class CompletionShape(_Collected):
     def feed(self, place: int, tokens: list[Token]) -> list[Chunk]:
         """Take new tokens of a prompt's answers; return their chunks."""
         chunks = []
+        for token in tokens:
+            if token.prompt is not None:
+                self._prompts[place] = token.prompt
         for index, mine in self._take(place, tokens).items():
             choice = self.choices[index]
             text = "".join(token.text for token in mine)
@@ -200,16 +210,15 @@ class CompletionShape(_Collected):
             "top_logprobs": [],
             "text_offset": [],
         }
+        if self._echo is not None and not choice.has_echoed:
+            choice.has_echoed, end = True, choice.num_characters
+            choice.num_characters = 0
+            for each in self._prompts.get(choice.place, ()):
+                _tell(found, choice, each.own, each.top)
+            choice.num_characters = end
         for token in tokens:
             assert token.own is not None
-            found["tokens"].append(token.own.text)
-            found["token_logprobs"].append(_finite(token.own.logprob))
-            top: dict[str, float] = {}
-            for each in token.top:  # the most probable first; one text may be several tokens'
-                top.setdefault(each.text, _finite(each.logprob))
-            found["top_logprobs"].append(top)
-            found["text_offset"].append(choice.num_characters)
-            choice.num_characters += len(token.own.text)
+            _tell(found, choice, token.own, token.top)
         return found
 
     def whole(self) -> dict[str, Any]:
@@ -223,8 +232,22 @@ class CompletionShape(_Collected):
                 kept += mine[: self._best]
         for place, choice in enumerate(kept):
             choice.index, choice.num_characters = place, choice.begin
+            choice.has_echoed = False
         choices = [self._part(choice, "".join(choice.texts), choice.tokens) for choice in kept]
         return {**self._base, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+
+def _tell(found: dict[str, Any], choice: _Choice, own: TokenText, top: Sequence[TokenText]) -> None:
+    """Append a token to the lists of a completion's log-probabilities."""
+    is_first = math.isnan(own.logprob) and not top  # of an echoed prompt
+    named: dict[str, float] = {}
+    for each in top:  # the most probable first; one text may be several tokens'
+        named.setdefault(each.text, _finite(each.logprob))
+    found["tokens"].append(own.text)
+    found["token_logprobs"].append(None if is_first else _finite(own.logprob))
+    found["top_logprobs"].append(None if is_first else named)
+    found["text_offset"].append(choice.num_characters)
+    choice.num_characters += len(own.text)
 
 
 class ChatShape(_Collected):

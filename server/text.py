@@ -1,5 +1,6 @@
 """Text of requests and answers in the engine's process: templates, tokens, what clients see."""
 
+import math
 import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -8,7 +9,7 @@ from engine.asked.request import NO_TOKEN, TokenEvent
 from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, RequestError
 from engine.text.chat import chat_tokens
-from server.wire import Chat, Prompt, Start, Token, TokenText
+from server.wire import Chat, Prompt, PromptToken, Start, Token, TokenText
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -193,8 +194,7 @@ class Text:
         top: tuple[TokenText, ...] = ()
         if with_logprobs and event.token_id != NO_TOKEN:
             own = self._token_text(event.token_id, event.logprob)
-            found = sorted((event.top_logprobs or {}).items(), key=lambda item: -item[1])
-            top = tuple(self._token_text(*item) for item in found)
+            top = self._top(event.top_logprobs)
         return Token(
             event.index,
             event.token_id,
@@ -206,6 +206,20 @@ class Text:
             event.stop_reason,
             _start(event, arrival_s) if event.index == 0 else None,
         )
+
+    def prompt_tokens(
+        self, ids: list[int], logprobs: list[dict[int, float] | None]
+    ) -> tuple[PromptToken, ...]:
+        """Return the tokens of a prompt with their log-probabilities, for clients."""
+        return tuple(map(self._prompt_token, ids, logprobs))
+
+    def _prompt_token(self, token_id: int, found: dict[int, float] | None) -> PromptToken:
+        logprob = math.nan if found is None else found[token_id]
+        return PromptToken(self._token_text(token_id, logprob), self._top(found))
+
+    def _top(self, found: dict[int, float] | None) -> tuple[TokenText, ...]:
+        ranked = sorted((found or {}).items(), key=lambda item: -item[1])
+        return tuple(self._token_text(*item) for item in ranked)
 
     def _token_text(self, token_id: int, logprob: float) -> TokenText:
         if self._tokenizer is None:

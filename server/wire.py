@@ -199,6 +199,17 @@ class Token(NamedTuple):
     stop_reason: int | str | None
     start: Start | None
     """With the first token of a prompt's first answer."""
+    prompt: "tuple[PromptToken, ...] | None" = None
+    """With the same token, where log-probabilities of the prompt are asked for."""
+
+
+class PromptToken(NamedTuple):
+    """One token of a prompt."""
+
+    own: TokenText
+    """Its log-probability is NaN for the first one, which nothing precedes."""
+    top: tuple[TokenText, ...]
+    """The most probable tokens, and itself; empty for the first one."""
 
 
 @dataclass(frozen=True, slots=True)

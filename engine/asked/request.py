@@ -111,6 +111,9 @@ class Sequence:
     """For each output token its own and the top log-probabilities, if asked for."""
     ranks: list[int] | None = None
     """For each output token its rank, if log-probabilities are asked for."""
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
+    """For each token of the prompt but the first its own log-probability, then the top ones, as far
+    as they are known; only of answer 0, if asked for. Its steps bring them."""
     constraint: Constraint | None = None
     """What its output must follow; the host must know all tokens before the next one is sampled."""
 
@@ -118,6 +121,23 @@ class Sequence:
     def block_table(self) -> list[int]:
         """The block table of the first group of layers."""
         return self.block_tables[0] if self.block_tables else []
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for and not all known."""
+        return (
+            self.params.prompt_logprobs is not None
+            and self.index == 0
+            and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        )
+
+    @property
+    def known_prompt_logprobs(self) -> list[dict[int, float] | None] | None:
+        """What RequestOutput has of them; None: not asked for, or not all known."""
+        is_asked = self.params.prompt_logprobs is not None and self.index == 0
+        return (
+            [None, *self.prompt_logprobs] if is_asked and not self.lacks_prompt_logprobs else None
+        )
 
     @property
     def cumulative_logprob(self) -> float:
@@ -268,6 +288,8 @@ class TokenEvent:
     """When the first step that ran the sequence began, with its first token; None with others."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt that the KV cache gave, with the sequence's first token."""
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    """As in RequestOutput, with the first token of answer 0."""
 
 
 @dataclass(kw_only=True)
@@ -305,6 +327,10 @@ class RequestOutput:
     error: str | None = None
     num_cached_tokens: int | None = None
     """Tokens of the prompt that the KV cache gave its first answer; None before that has a token.
+    """
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    """For each token of the prompt its own log-probability first, then the most probable ones; None
+    for the first token, which nothing precedes. None if not asked for, or before they are known.
     """
 
 

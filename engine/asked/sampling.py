@@ -51,7 +51,6 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
     "include_stop_str_in_output": "text ends before the stop string, which stop_reason names.",
     "logits_processors": "logits stay on the device. Use logit_bias, or the penalties.",
     "output_kind": "generate returns whole outputs; AsyncLLM.tokens yields what is new.",
-    "prompt_logprobs": "prompts are computed without logits but for their last token.",
     "skip_special_tokens": "text never has them; token_ids do.",
     "spaces_between_special_tokens": "text has no special tokens.",
     "structured_outputs": "set structured=StructuredOutput(...).",
@@ -108,6 +107,10 @@ class SamplingParams:
     logprobs: int | None = None
     """Return the log-probability of each token, its rank, and this many most probable ones, at most
     20, of the model's own distribution (before biases, penalties and temperature); null: none."""
+    prompt_logprobs: int | None = None
+    """Return the log-probability of each token of the prompt but the first, and this many most
+    probable ones, at most 20; null: none. Such a prompt is computed whole: what the KV cache has of
+    it is not used."""
     structured: StructuredOutput | None = None
     """The form that the output must have; null: any. Such a sequence sits out the step behind
     each of its own, as the host must know its tokens."""
@@ -201,10 +204,9 @@ class SamplingParams:
         if self.seed is not None:
             low, high = -(2**63), 2**63 - 1
             _check_integer("seed", self.seed, low=low, high=high, hint="None: the engine's seed.")
-        if self.logprobs is not None:
-            _check_integer(
-                "logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, hint="None returns none."
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (num := getattr(self, name)) is not None:
+                _check_integer(name, num, low=0, high=MAX_LOGPROBS, hint="None returns none.")
         ignore_eos: Any = self.ignore_eos
         if not isinstance(ignore_eos, bool):
             raise RequestError(

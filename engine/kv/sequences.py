@@ -132,6 +132,8 @@ class BlockGroups:
     def find(self, sequence: Sequence, limit: int | None = None) -> Found:
         """Find the leading blocks behind which a sequence can begin, at most `limit`."""
         num_tokens = sequence.num_tokens
+        if sequence.lacks_prompt_logprobs:
+            limit = 0
         may_find = self.policy.prefix_caching or sequence.seq_id in self._chains
         keys = self._keys(sequence, num_tokens) if may_find else []
         asked = min(len(keys), (num_tokens - 1) // self.block_size)

@@ -192,11 +192,29 @@ class Decoder:
             store.release(index)
             if between is not None:
                 between()
+        for tokens, take in batch.scored:
+            self._score(tokens, hidden, residual, take)
         rows = batch.num_logits
         if rows:
             self._write_logits(batch, hidden, residual, self.logits[:rows])
         store.end_step()
         return self.logits[:rows]
+
+    def _score(
+        self,
+        tokens: range,
+        hidden: Tensor,
+        residual: Tensor | None,
+        take: Callable[[Tensor], None],
+    ) -> None:
+        """Hand logits of tokens over, as many at a time as `logits` holds."""
+        most = len(self.logits)
+        for first in range(tokens.start, tokens.stop, most):
+            part = slice(first, min(first + most, tokens.stop))
+            out = self.logits[: part.stop - part.start]
+            rest = None if residual is None else residual[part].clone()  # the norm changes it
+            self._project(hidden[part].clone(), rest, out)
+            take(out)
 
     def _write_logits(
         self, batch: Batch, hidden: Tensor, residual: Tensor | None, out: Tensor
@@ -205,6 +223,10 @@ class Decoder:
             hidden = hidden.index_select(0, batch.logits_rows)
             if residual is not None:
                 residual = residual.index_select(0, batch.logits_rows)
+        self._project(hidden, residual, out)
+
+    def _project(self, hidden: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """Write the logits of tokens: the last norm, then the head."""
         weight = self.weights.outer("model.norm.weight")
         eps, offset = self.spec.rms_norm_eps, self.spec.architecture.norm_offset
         if residual is None:

@@ -1,13 +1,14 @@
 """DeviceExecutor: a StepPlan becomes a batch of device tensors, logits and tokens on the host."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 import torch
 
-from engine.asked.request import SampledToken
+from engine.asked.request import SampledToken, Sequence
 from engine.device.base import Device, Mark
 from engine.errors import ConfigError
 from engine.plan.memory import MemoryPlan
@@ -18,6 +19,47 @@ from engine.run.sample_row import SampleRow
 from engine.run.sampler import PendingTokens, Sampler
 from engine.schedule.step import StepPlan
 from kernels.sizes import MAX_SMALL_TOKENS
+
+
+@dataclass(slots=True)
+class ScoredPart:
+    """A part of a prompt whose tokens' log-probabilities are asked for.
+
+    The logits of a token say how probable the next one is: those of the last one are not wanted.
+    """
+
+    sequence: Sequence
+    start: int
+    """Position of its first token."""
+    rows: range
+    """Tokens of the step."""
+    width: int
+    """Most probable tokens that are asked for, at most as many as there are."""
+    sampler: Sampler
+    tables: list[torch.Tensor] = field(default_factory=list)
+    """What `Sampler.score` returned, in order."""
+    num_scored: int = 0
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Score the next tokens by the logits of those before them.
+
+        Stream: enqueued on the current stream; waits for nothing.
+        """
+        first = self.start + self.num_scored + 1
+        self.num_scored += len(logits)
+        token_ids = self.sequence.tokens(first, first + len(logits))
+        self.tables.append(self.sampler.score(logits, token_ids, self.width))
+
+    def collect(self) -> None:
+        """Hand the sequence its log-probabilities; waits for all that is enqueued."""
+        lines = torch.cat(self.tables).tolist()
+        token_ids = self.sequence.tokens(self.start + 1, self.start + 1 + len(lines))
+        found = []
+        for token_id, (logprob, _, *top) in zip(token_ids, lines, strict=True):
+            ids, values = top[: self.width], top[self.width :]
+            others = {int(each): value for each, value in zip(ids, values, strict=True)}
+            found.append({token_id: logprob} | others)
+        self.sequence.prompt_logprobs[self.start :] = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +77,7 @@ class DeviceFlight:
     in_place_bytes: int
     kv_in_place_bytes: int
     used_graph: bool
+    scored: tuple[ScoredPart, ...] = ()
 
     def is_done(self) -> bool:
         """Return whether its tokens are on the host."""
@@ -44,8 +87,10 @@ class DeviceFlight:
         """Block until they are; return when the host first knew that."""
         return self.mark.wait()
 
-    def collect(self) -> dict[int, Sequence[SampledToken] | None]:
+    def collect(self) -> dict[int, SequenceOf[SampledToken] | None]:
         """Return its tokens by seq_id, once they are there; None where logits were unusable."""
+        for part in self.scored:
+            part.collect()
         if self.pending is None:
             return {}
         tokens = self.sampler.collect(self.pending)
@@ -73,7 +118,7 @@ class DeviceExecutor:
 
     def __init__(
         self,
-        ranks: Sequence[tuple[Device, MemoryPlan]],
+        ranks: SequenceOf[tuple[Device, MemoryPlan]],
         decoder: Decoder,
         sampler: Sampler,
         *,
@@ -104,7 +149,11 @@ class DeviceExecutor:
         """
         copied, in_place = self.copied_bytes, self.in_place_bytes
         kv_in_place, graph_steps = self.kv_in_place_bytes, self.graph_steps
-        logits = self.execute(self.prepare(plan, self.sampler.tokens))
+        batch = self.prepare(plan, self.sampler.tokens)
+        scored = self._scored(plan)
+        if scored:
+            batch = replace(batch, scored=tuple((part.rows, part.take) for part in scored))
+        logits = self.execute(batch)
         sampling, pending = plan.sampling, None
         if sampling:
             seed, eos_ids = self._seed, self._eos_token_ids
@@ -122,7 +171,21 @@ class DeviceExecutor:
             in_place_bytes=self.in_place_bytes - in_place,
             kv_in_place_bytes=self.kv_in_place_bytes - kv_in_place,
             used_graph=self.graph_steps > graph_steps,
+            scored=scored,
         )
+
+    def _scored(self, plan: StepPlan) -> tuple[ScoredPart, ...]:
+        """Return the parts of prompts in the newest batch whose tokens are to be scored."""
+        found = []
+        for item in plan.prefills:
+            sequence, width = item.sequence, item.sequence.params.prompt_logprobs
+            count = min(item.stop, sequence.num_prompt_tokens - 1) - item.start
+            if width is None or count < 1 or not sequence.lacks_prompt_logprobs:
+                continue
+            first = self._batches.first_rows[sequence.seq_id]
+            rows, width = range(first, first + count), min(width, self.sampler.vocab_size)
+            found.append(ScoredPart(sequence, item.start, rows, width, self.sampler))
+        return tuple(found)
 
     def settle(self) -> None:
         """Block until all that is enqueued is done, also of a launch that failed."""

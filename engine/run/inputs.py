@@ -1,5 +1,6 @@
 """A StepPlan becomes a Batch: device tensors, sent from pinned memory in one copy."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -139,6 +140,9 @@ class Batch:
     """Prefills over blocks of both tiers."""
     reads_host: bool = False
     """Whether a decode reads blocks in the host tier."""
+    scored: tuple[tuple[range, Callable[[torch.Tensor], None]], ...] = ()
+    """Tokens whose logits are wanted beside those, and what takes them, float32 [n, V], in parts;
+    they are overwritten afterwards."""
 
     @property
     def num_rows(self) -> int:
@@ -505,6 +509,8 @@ class BatchBuilder:
         """Shape of the newest batch; None: padded to none."""
         self.kv_in_place_bytes = 0
         """Keys and values that decodes read in the host tier so far."""
+        self.first_rows: dict[int, int] = {}
+        """Where the tokens of each prompt's part begin in the newest batch, by seq_id."""
 
     def prepare(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> Batch:
         """Fill the input buffers and enqueue their upload; return the inputs on the device.
@@ -533,7 +539,8 @@ class BatchBuilder:
         num_tokens, num_prefills = sum(item.num_tokens for item in order), len(order)
         most_tokens = max((item.num_tokens for item in plain), default=0)
         # The same in every placement.
-        sizes = () if staged else self._plan.prefill_sizes
+        is_scored = any(item.sequence.lacks_prompt_logprobs for item in order)
+        sizes = () if staged or is_scored else self._plan.prefill_sizes
         padded = padded_prefill(sizes, rows, num_tokens, num_prefills)
         if padded is not None:
             rows, num_tokens = padded
@@ -543,6 +550,8 @@ class BatchBuilder:
         starts = self._fill_prefills(order, rows)
         self._fill_padding(rows + starts[-1], rows + num_tokens)
         inputs.lens.host[rows + len(order) :] = 0
+        begins = zip(order, starts[:-1], strict=True)
+        self.first_rows = {item.sequence.seq_id: rows + start for item, start in begins}
         last = {id(item): rows + end - 1 for item, end in zip(order, starts[1:], strict=True)}
         wanted = [*range(len(plan.decodes)), *(last[id(x)] for x in plan.prefills if x.samples)]
         if padded is not None:

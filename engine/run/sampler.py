@@ -145,6 +145,31 @@ class Sampler:
             for line, row in zip(pending.table.tolist(), pending.rows, strict=True)
         ]
 
+    def score(self, logits_SV: Tensor, token_ids: Sequence[int], width: int) -> Tensor:
+        """Return how probable given tokens are, float64 [S, 2 + 2 K] on the device.
+
+        A row has the token's log-probability, its rank, K tokens and their log-probabilities.
+
+        Args:
+            logits_SV: [S, V] float32 on the sampler's device; not changed.
+            token_ids: One for each row.
+            width: Most probable tokens to return, K.
+
+        Stream: Enqueued on the current stream, in portions as `enqueue` takes them.
+        """
+        portion = max(1, SAMPLER_SORT_ELEMENTS // self.vocab_size)
+        tokens_S, parts = self._send(token_ids, np.int64), []
+        with torch.inference_mode():
+            for at in range(0, len(token_ids), portion):
+                raw_DV, tokens_D = logits_SV[at : at + portion], tokens_S[at : at + portion]
+                largest_D = raw_DV.max(dim=-1).values
+                log_sums_D = _log_sums(raw_DV, largest_D)
+                picked_D = raw_DV.gather(1, tokens_D[:, None])[:, 0] - largest_D
+                logprobs_D = picked_D.double() - log_sums_D
+                ranks = _ranks(raw_DV, tokens_D, largest_D, log_sums_D, width)
+                parts.append(torch.cat([logprobs_D[:, None], ranks], dim=1))
+        return torch.cat(parts)
+
     def _enqueue(
         self, logits_SV: Tensor, rows: Sequence[SampleRow], width: int | None, table: Tensor
     ) -> None:
@@ -321,17 +346,9 @@ class Sampler:
         table_S = torch.zeros(shape, dtype=torch.float64, device=raw_SV.device)
         if wanting:
             at = self._send(wanting, np.int64)
-            keys_DV = _order_keys(raw_SV.index_select(0, at))
-            chosen_D = keys_DV.gather(1, tokens_S.index_select(0, at)[:, None])
-            columns = [(keys_DV >= chosen_D).sum(dim=-1, keepdim=True).double()]
-            if width:
-                ids_DK = keys_DV.topk(width, dim=-1).indices
-                del keys_DV
-                picked_DK = raw_SV.index_select(0, at).gather(1, ids_DK)
-                picked_DK -= largest_S.index_select(0, at)[:, None]
-                values_DK = picked_DK.double() - log_sums_S.index_select(0, at)[:, None]
-                columns += [ids_DK.double(), values_DK]
-            table_S.index_copy_(0, at, torch.cat(columns, dim=1))
+            tokens_D, largest_D = tokens_S.index_select(0, at), largest_S.index_select(0, at)
+            raw_DV, log_sums_D = raw_SV.index_select(0, at), log_sums_S.index_select(0, at)
+            table_S.index_copy_(0, at, _ranks(raw_DV, tokens_D, largest_D, log_sums_D, width))
         return table_S
 
     def _send(self, values: Any, dtype: type[np.generic]) -> Tensor:
@@ -340,6 +357,22 @@ class Sampler:
 
 def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
+
+
+def _ranks(
+    raw_DV: Tensor, tokens_D: Tensor, largest_D: Tensor, log_sums_D: Tensor, width: int
+) -> Tensor:
+    """Return [D, 1 + 2 K] float64: the token's rank, K most probable ones, K log-probabilities."""
+    keys_DV = _order_keys(raw_DV)
+    chosen_D = keys_DV.gather(1, tokens_D[:, None])
+    columns = [(keys_DV >= chosen_D).sum(dim=-1, keepdim=True).double()]
+    if width:
+        ids_DK = keys_DV.topk(width, dim=-1).indices
+        del keys_DV
+        picked_DK = raw_DV.gather(1, ids_DK)
+        picked_DK -= largest_D[:, None]
+        columns += [ids_DK.double(), picked_DK.double() - log_sums_D[:, None]]
+    return torch.cat(columns, dim=1)
 
 
 def _log_sums(raw_SV: Tensor, largest_S: Tensor) -> Tensor:

@@ -619,4 +619,5 @@ def _event(
         rank=token.rank,
         begin_s=sequence.begin_s if is_first else None,
         num_cached_tokens=sequence.num_cached_tokens if is_first else None,
+        prompt_logprobs=sequence.known_prompt_logprobs if is_first else None,
     )

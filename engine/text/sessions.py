@@ -325,6 +325,7 @@ class Session:
             finished=all(sequence.is_finished for sequence in self.sequences),
             error=self.error,
             num_cached_tokens=first.num_cached_tokens if first.num_output_tokens else None,
+            prompt_logprobs=first.known_prompt_logprobs,
         )
 
 

@@ -136,6 +136,35 @@ def test_a_stop_string_that_spans_tokens_ends_the_text_and_never_shows(served: S
     assert completed(served, **body)["choices"][0]["text"] == text
 
 
+def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(served: Served) -> None:
+    """Those that the same tokens had when they were generated."""
+    body = {"logprobs": 2, "return_token_ids": True}
+    prompt = "hallo there, once more"
+    made = completed(served, prompt=prompt, **body)["choices"][0]
+    ids = served.post("/tokenize", prompt=prompt).json()["tokens"]
+    whole = completed(served, prompt=ids + made["token_ids"], echo=True, max_tokens=1, **body)
+    found = whole["choices"][0]["logprobs"]
+    assert len({len(values) for values in found.values()}) == 1
+    assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+    assert found["text_offset"][:2] == [0, len(found["tokens"][0])]
+    again = {name: values[len(ids) : -1] for name, values in found.items()}
+    assert again["tokens"] == made["logprobs"]["tokens"]
+    assert again["token_logprobs"] == pytest.approx(made["logprobs"]["token_logprobs"], abs=1e-4)
+    for mine, theirs in zip(again["top_logprobs"], made["logprobs"]["top_logprobs"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_stream_tells_an_echoed_prompt_s_log_probabilities_once(served: Served) -> None:
+    body = GREEDY | {"prompt": ["abc", "hallo"], "echo": True, "logprobs": 1}
+    whole = served.post("/v1/completions", **body).json()["choices"]
+    for index, choice in enumerate(whole):
+        chunks = events(served.post("/v1/completions", **body, stream=True))
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
+        told = [part["logprobs"] for part in parts if part["logprobs"]]
+        for name in ("tokens", "text_offset"):
+            assert [each for part in told for each in part[name]] == choice["logprobs"][name]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_null_is_not_given(served: Served, path: str) -> None:
     names = (
