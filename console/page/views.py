@@ -1,9 +1,8 @@
 """The pages: a router of HTML, the scripts and styles, and the stream of values of each view."""
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -15,9 +14,9 @@ from starlette.responses import (
     FileResponse,
     HTMLResponse,
     Response,
-    StreamingResponse,
 )
 
+from console import stream
 from console.page import models, now, runs, tests, texts
 from console.page.charts import RANGES
 from console.page.sources import Sources
@@ -63,8 +62,6 @@ REPORT_TYPES: Final[Mapping[str, str]] = {
 }
 """Suffixes of the files of runs that are shown."""
 LEVELS: Final = ("debug", "info", "warning", "error")
-QUIET_S: Final = 5.0
-"""A stream says at least so often that it lives."""
 
 Live = Callable[[], dict[str, Any]]
 """Returns the values of a view."""
@@ -403,8 +400,7 @@ class Pages:
         live = self._live(view, asked)
         if live is None:
             return Response(status_code=404)
-        headers = {**HEADERS, "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._told(live), media_type="text/event-stream", headers=headers)
+        return stream.respond(live, self._sources.changes())
 
     def _live(self, view: str, asked: Mapping[str, str]) -> Live | None:
         match view:
@@ -425,23 +421,6 @@ class Pages:
     def _one_test(self, run_id: int, status: str) -> dict[str, Any]:
         run = self._sources.test(run_id)
         return {} if run is None else tests.live_one(run, status)
-
-    async def _told(self, live: Live) -> AsyncIterator[str]:
-        told: dict[str, Any] = {}
-        told_s = 0.0
-        async for _ in self._sources.changes():
-            values = await asyncio.to_thread(live)
-            changed = {
-                name: value
-                for name, value in values.items()
-                if name not in told or told[name] != value
-            }
-            now_s = time.time()
-            if told and not changed and now_s - told_s < QUIET_S:
-                continue
-            kind = "change" if told else "snapshot"
-            told, told_s = values, now_s
-            yield f"event: {kind}\ndata: {json.dumps({**changed, 'now_s': now_s})}\n\n"
 
     @staticmethod
     def _pager(address: str, words: str, start: int, size: int, total: int) -> dict[str, Any]:
