@@ -8,11 +8,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 from catalogue.files import tightfit_home
+from console.registry.database import Database
+from console.registry.flags import arguments_of
 from console.service.systemd import Runner, ServiceError, Systemd, UnitState, run_command
 from console.service.units import (
     CONSOLE,
@@ -149,6 +152,7 @@ def _install(options: argparse.Namespace, systemd: Systemd) -> int:
         for unit in units:
             _print([f"# {folder / unit.name}", unit.text])
         return 0
+    _check_profile(options)
     for unit in units:
         _check_free(folder / unit.name, unit)
     if place.account is not None:
@@ -183,6 +187,13 @@ def _place(options: argparse.Namespace) -> Place:
         account=(options.account or ACCOUNT) if is_system else None,
         modprobe=shutil.which("nvidia-modprobe"),
     )
+
+
+def _check_profile(options: argparse.Namespace) -> None:
+    """Raise ConfigError where the registry has no such profile; that of an account is not read."""
+    if options.scope == "user" and options.profile is not None:
+        with closing(Database.open()) as database:
+            arguments_of(options.profile, database)
 
 
 def _check_account(name: str) -> None:

@@ -1,11 +1,15 @@
 """`tightfit service` with a stand-in for systemctl."""
 
 import json
+import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from console.registry.database import Database
+from console.registry.tables import Model, Profile
 from console.service import cli
 from console.service.systemd import Done, Systemd
 from console.service.units import CONSOLE
@@ -44,10 +48,28 @@ def systemd() -> Fake:
     return Fake()
 
 
+@pytest.fixture(scope="session")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A registry with models that are here."""
+    path = tmp_path_factory.mktemp("registry") / "registry.db"
+    with closing(Database.open(path)) as database, database.write() as session:
+        for name in ("7b", "8b", "7b-x"):
+            profiles = [
+                Profile(name="default", is_default=True, settings={}),
+                Profile(name="x", settings={}),
+            ]
+            model = Model(name=name, source="/m", kind="folder", path="/m", state="untested")
+            model.profiles = profiles
+            session.add(model)
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, registry: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "c d"))
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    shutil.copy(registry, tmp_path / "home")
     return tmp_path / "c d" / "systemd" / "user"
 
 
@@ -58,7 +80,6 @@ def install(systemd: Fake, *words: str) -> int:
 def test_install_writes_both_units_and_starts_them(folder: Path, systemd: Fake) -> None:
     assert install(systemd) == 0
     assert sorted(path.name for path in folder.iterdir()) == sorted(BOTH)
-    assert (folder.parents[2] / "home").is_dir()
     assert systemd.verbs() == [
         ["daemon-reload"],
         ["enable", SERVER],
@@ -147,6 +168,7 @@ def test_a_refusal_of_systemd_is_told(
         (["install"], "expected --profile NAME"),
         (["install", "--profile", "7b", "--account", "x"], "expected --system beside --account x"),
         (["install", "--profile", "7b", "--system", "--account", "no one"], "found no no one"),
+        (["install", "--profile", "7b/none"], "profile: expected one of default, x, got 'none'"),
         (["start", "--profile", "7b"], "got none"),
         (["status", "--profile", "7b"], "got none"),
     ],
@@ -165,9 +187,9 @@ def test_a_file_of_another_program_stays(folder: Path, systemd: Fake) -> None:
     with pytest.raises(ConfigError, match="got another one"):
         cli.main(["uninstall", "--only", "console"], systemd)
     install(systemd, "--only", "server")
-    cli.main(["install", "--profile", "7 b", "--only", "server"], systemd)
-    with pytest.raises(ConfigError, match=r"of 7\+b, got one of 7 b"):
-        cli.main(["install", "--profile", "7+b", "--only", "server"], systemd)
+    cli.main(["install", "--profile", "7b-x", "--only", "server"], systemd)
+    with pytest.raises(ConfigError, match="of 7b/x, got one of 7b-x"):
+        cli.main(["install", "--profile", "7b/x", "--only", "server"], systemd)
 
 
 def test_no_systemd(
