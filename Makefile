@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow check lint types arch fmt test-gpu bench bench-kernels bench-kv bench-serve report ui wheelhouse
+.PHONY: help setup run test test-slow test-browser check lint types arch fmt test-gpu bench bench-kernels bench-kv bench-serve report ui wheelhouse
 
 PYTHON ?= python3
 PY ?= .venv/bin/python
@@ -33,11 +33,15 @@ run: setup ## fetch the demo model once and run it (ARGS="offload=uva" adds choi
 
 test: setup ## run the tests that need no GPU, in JOBS=2 processes of one thread
 	$(PY) -m tightfit models fetch glass
-	$(TEST_ENV) $(PY) -m pytest -m "not gpu and not weights and not slow" -n $(JOBS) --dist loadfile $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "not gpu and not weights and not slow and not browser" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: setup ## the tests that take longer (storms, interpreted kernels, whole sweeps), likewise
 	$(PY) -m tightfit models fetch glass
-	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not weights" -n $(JOBS) --dist loadfile $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not weights and not browser" -n $(JOBS) --dist loadfile $(ARGS)
+
+test-browser: setup ## drive the console's pages in headless Chromium (Debian: chromium, chromium-driver)
+	$(PY) -m harness.models fetch glass
+	$(TEST_ENV) $(PY) -m pytest -m browser $(ARGS)
 
 check: lint types arch test ## everything that must pass before a commit
 

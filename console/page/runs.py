@@ -7,7 +7,6 @@ when the page with its row is asked for, and kept while its file does not change
 import asyncio
 import hashlib
 import os
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
+from catalogue.processes import module_command, python_path
 from console.page.texts import UNKNOWN
 from reports.pages.index import COLUMNS, RUNS, run_row
 from reports.pages.write import REPORT_NAME
@@ -23,9 +23,6 @@ from reports.record.folders import Point
 from reports.record.record import RESULT_NAME, STATE_NAME, RecordError, RunRecord
 from reports.record.text import ABSENT
 
-REPORTS: Final = __name__.rpartition("console")[0] + "reports"
-"""The package of reports, for `python -m`."""
-IMPORT_ROOT: Final = Path(__file__).resolve().parents[__name__.count(".")]
 COMPARE_NAME: Final = "compare.html"
 PAGE: Final = 50
 """Rows of a page."""
@@ -185,9 +182,9 @@ async def compare(folders: Sequence[Path], target: Path) -> Path:
     if report.is_file() and report.stat().st_mtime_ns > newest_ns:
         return report
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", REPORTS, "compare", *map(str, folders)),
+        *(*module_command("reports"), "compare", *map(str, folders)),
         *("--out", str(report.parent)),
-        cwd=IMPORT_ROOT,
+        env={**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

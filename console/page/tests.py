@@ -48,7 +48,7 @@ def state_of(run: TestRun) -> dict[str, Any]:
     done, total = progress.get("done"), progress.get("total")
     parts = [texts.word(progress.get("phase") or run.status)]
     if total:
-        parts.append(f"{texts.number(done)} of {texts.number(total)}")
+        parts.append(f"{texts.number(done)} of {texts.number(total, progress.get('unit') or '')}")
     if progress.get("failed"):
         parts.append(f"{texts.number(progress['failed'])} failed")
     return {
@@ -148,7 +148,7 @@ def comparison(found: Comparison, model: Model | None) -> dict[str, Any]:
         "kind": "good" if is_equal else "warn",
         "tokens": "Whether tokens are equal is unknown."
         if equal is None or total is None
-        else f"{equal:,} of {total:,} requests gave equal tokens.",
+        else f"{equal:,} of {total:,} tokens are equal.",
         "rows": [ratio_row(each) for each in found.rows],
     }
 

@@ -3,16 +3,45 @@
 
 const WAIT_MS = 350;
 
-function showPlan(place, told) {
-  const [answer, price] = place.querySelectorAll("p"), why = place.querySelector("ul");
-  place.dataset.kind = told.error ? "bad" : told.kind;
-  answer.textContent = told.error ? told.error.message : told.answer;
-  price.textContent = told.error ? "" : told.price || "";
-  why.replaceChildren(...(told.error ? [] : told.why).map((line) => {
-    const item = document.createElement("li");
-    item.textContent = line;
-    return item;
-  }));
+const KINDS = { fits: "good", fits_with: "warn", no_fit: "bad" };
+
+function answerOf(plan) {
+  if (plan.verdict === "fits") return `Fits ${plan.card}`;
+  if (plan.verdict === "no_fit") return `Does not fit ${plan.card}`;
+  return `Fits ${plan.card} with ${plan.choices.length ? plan.choices[0].words : "other settings"}`;
+}
+
+function priceOf(plan) {
+  const price = plan.price, parts = [];
+  if (!price) return "";
+  if (price.decode_tokens_s) parts.push(`${price.decode_tokens_s.toPrecision(3)} tokens/s for one sequence`);
+  if (price.decode_tokens_full_s) parts.push(`${price.decode_tokens_full_s.toPrecision(3)} tokens/s for ${price.full_batch} at once`);
+  if (price.load_s) parts.push(`load ${price.load_s.toPrecision(2)} s`);
+  return parts.length ? `Predicted: ${parts.join(", ")}.` : "";
+}
+
+function showPlan(form, place, told) {
+  const [answer, price] = place.querySelectorAll("p");
+  place.dataset.kind = told.error ? "bad" : KINDS[told.verdict];
+  answer.textContent = told.error ? told.error.message : answerOf(told);
+  price.textContent = told.error ? "" : priceOf(told);
+  place.querySelector("pre").textContent = told.error ? "" : told.lines.join("\n");
+  const take = place.querySelector("button");
+  take.hidden = Boolean(told.error) || !Object.keys(changes(form, told)).length;
+  take.onclick = () => {
+    for (const [name, value] of Object.entries(changes(form, told))) form.elements[`settings.${name}`].value = value;
+    form.dispatchEvent(new Event("input"));
+  };
+}
+
+// What the proposal sets otherwise than the form's fields.
+function changes(form, told) {
+  const found = {};
+  for (const [name, value] of Object.entries(told.settings || {})) {
+    const field = form.elements[`settings.${name}`];
+    if (field && value !== null && field.value !== String(value)) found[name] = value;
+  }
+  return found;
 }
 
 function limitSlider(form, longest) {
@@ -34,8 +63,8 @@ for (const form of document.querySelectorAll("form[data-plan]")) {
     const told = await send("POST", form.dataset.plan, { source: body.source, model_id: body.model_id, settings: body.settings ?? {} });
     if (mine !== asked) return;
     place.removeAttribute("aria-busy");
-    showPlan(place, told);
-    limitSlider(form, told.max_model_len_limit);
+    showPlan(form, place, told);
+    limitSlider(form, told.longest);
   };
   const soon = () => { clearTimeout(timer); timer = setTimeout(plan, WAIT_MS); };
   form.addEventListener("input", soon);

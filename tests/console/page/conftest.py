@@ -23,14 +23,16 @@ class Scripted:
     def __init__(self, told: dict[str, Any]) -> None:
         self.told = told
         self.is_open = True
+        self.is_gone = False
 
     def snapshot(self) -> dict[str, Any]:
         return self.told
 
     async def feed(self) -> AsyncIterator[None]:
+        assert not self.is_gone
         while self.is_open:
             yield None
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.15)
 
 
 def fill(database: Database) -> None:
