@@ -279,7 +279,7 @@ def _lines(state: UnitState) -> Iterable[str]:
         yield f"  {state.status}"
     if state.result not in {None, "success"}:
         yield f"  ended: {state.result}, exit code {state.exit_code}, restarts {state.restarts}"
-    if state.error and state.error not in (state.status or ""):
+    if state.error and state.error != state.status:
         yield f"  {state.error}"
     if state.active == "failed":
         words = ["tightfit", "service", "start"]

@@ -12,6 +12,8 @@ from engine.errors import EngineError
 TIMEOUT_S: Final = 600.0
 """Seconds that a call may take; a stop waits for the drain."""
 LOG_LINES: Final = 20
+_FAILED: Final = ("failed: ", "refused: ")
+"""How a server's status begins where it tells why it ended (server/notify.py, run.py)."""
 _PROPERTIES: Final = (
     *("LoadState", "ActiveState", "SubState", "Result", "ExecMainStatus", "MainPID"),
     *("StatusText", "NRestarts", "UnitFileState"),
@@ -82,7 +84,7 @@ class UnitState:
     """Of its last end."""
     restarts: int | None
     error: str | None
-    """Of a unit that failed, the last line of its log."""
+    """Of a unit that failed: why, as it said itself, else the last line of its log."""
 
 
 class Systemd:
@@ -144,7 +146,7 @@ class Systemd:
             result=known["Result"],
             exit_code=_number(known["ExecMainStatus"]),
             restarts=_number(known["NRestarts"]),
-            error=self._last_error(unit) if has_failed else None,
+            error=self._last_error(unit, known["StatusText"]) if has_failed else None,
         )
 
     def log(self, unit: str, num_lines: int = LOG_LINES) -> list[str]:
@@ -154,8 +156,10 @@ class Systemd:
         done = self._runner([*command, f"--identifier={name}", f"--lines={num_lines}"])
         return done.output.splitlines() if done.code == 0 else []
 
-    def _last_error(self, unit: str) -> str | None:
-        """Return the last line of the log that is none of the access log."""
+    def _last_error(self, unit: str, status: str | None) -> str | None:
+        """Return what the service said it failed for, else its last line of no request."""
+        if status is not None and status.startswith(_FAILED):
+            return status
         lines = (line for line in reversed(self.log(unit)) if line.strip() and not _is_json(line))
         return next(lines, None)
 

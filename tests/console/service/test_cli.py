@@ -147,6 +147,12 @@ def test_status_has_the_last_line_of_the_log_that_is_none_of_a_request(
     assert (unit["exit_code"], unit["error"], unit["pid"]) == (78, "model: expected GiB", None)
 
 
+def test_a_server_that_said_why_it_failed_is_believed(systemd: Fake) -> None:
+    systemd.shown |= {"Result": "exit-code", "StatusText": "failed: 3 GiB short. Best fix"}
+    systemd.journal = "3 GiB short.\nBest fix\n"
+    assert Systemd("user", systemd).state(SERVER).error == "failed: 3 GiB short. Best fix"
+
+
 def test_what_systemd_says_is_unknown_where_it_says_nothing(systemd: Fake) -> None:
     systemd.shown = {}
     state = Systemd("system", systemd).state(SERVER)
