@@ -85,3 +85,16 @@ def die_with_parent(parent_pid: int) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it ended before the call above
         os._exit(1)
+
+
+def ending_with_us(command: Sequence[str]) -> list[str]:
+    """Return the command that runs another one, which the kernel ends with this process.
+
+    The thread that starts it must live as long: for the kernel, that is its parent.
+    """
+    return [*module_command("catalogue.processes"), str(os.getpid()), *command]
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606  a shell is not wanted

@@ -138,6 +138,18 @@ class Server:
         """How many requests to the model are being answered."""
         return JSONResponse({"server_load": self.num_requests})
 
+    async def info(self) -> Response:
+        """What is in force: device, placements of weights, memory, KV cache; 503 until ready."""
+        ready = self._ready()
+        return JSONResponse(
+            {
+                "model": self._names[0],
+                "max_num_seqs": ready.max_num_seqs,
+                **ready.facts,
+                "memory": ready.memory,
+            }
+        )
+
     async def metrics(self) -> Response:
         """Figures in Prometheus' text format."""
         return PlainTextResponse(
@@ -417,6 +429,7 @@ def make_app(server: Server, settings: ServerSettings, keys: Sequence[str]) -> G
         "/ping": (server.ping, _responses(403)),
         "/version": (server.version, _responses(*_ALWAYS)),
         "/load": (server.load, _responses(*_ALWAYS)),
+        "/info": (server.info, _responses(*_ALWAYS, 503)),
         "/metrics": (server.metrics, _responses(*_ALWAYS)),
         "/v1/models": (server.models, _responses(*_ALWAYS)),
         "/v1/models/{model:path}": (server.model, _responses(*_ALWAYS, 404)),

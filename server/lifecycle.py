@@ -9,6 +9,8 @@ EXIT_USAGE: Final = 2
 """The command line is wrong."""
 EXIT_CONFIG: Final = 78
 """Another start with the same settings would fail as well (EX_CONFIG of sysexits)."""
+ERROR: Final = "error: "
+"""How an error begins in the log; it ends with the log, or before a line of the access log."""
 State = Literal["not_loaded", "loading", "ready", "draining", "failed"]
 Load = tuple[str | None, int, int]
 """What a load does now, its bytes done, and those in all; 0 where they are not known."""

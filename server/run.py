@@ -18,7 +18,7 @@ from server.engine_link import EngineLink
 from server.errors import APIError
 from server.flags import Asked, UsageError, as_flags, parse
 from server.guard import ACCESS, Guard
-from server.lifecycle import EXIT_CONFIG, EXIT_USAGE, Lifecycle
+from server.lifecycle import ERROR, EXIT_CONFIG, EXIT_USAGE, Lifecycle
 from server.listen import LAST_WORDS_S, PortTakenError, front_of, listen, raise_file_limit, url_of
 from server.notify import Notifier, Reporter, reporting
 from server.wire import Load
@@ -28,6 +28,15 @@ CLOSE_S: Final = 5.0
 FAILED_S: Final = 5.0
 """Seconds that a server whose engine has failed tells so before it ends."""
 logger = logging.getLogger("server")
+
+
+class _Lines(logging.Formatter):
+    """Messages as they are; an error says that it is one, for who reads the log for a reason."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record's lines."""
+        text = super().format(record)
+        return f"{ERROR}{text}" if record.levelno >= logging.ERROR else text
 
 
 def main(arguments: Sequence[str], prog: str = "python -m server") -> int:
@@ -63,7 +72,7 @@ def _refused(error: EngineError, notifier: Notifier | None) -> int:
 
 def _log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Lines("%(message)s"))
     for name in ("server", "uvicorn.error"):
         log = logging.getLogger(name)
         log.handlers, log.propagate = [handler], False

@@ -331,6 +331,14 @@ def test_models_versions_and_pages(served: Served) -> None:
     assert "/tokenize" in served.get("/openapi.json").json()["paths"]
 
 
+def test_info_says_what_is_in_force(served: Served) -> None:
+    found = served.get("/info").json()
+    assert (found["model"], found["max_num_seqs"], found["backend"]) == ("tiny", 8, "none")
+    assert found["max_model_len"] == MAX_LEN
+    assert found["memory"]["gpu_items"]["weights"] == sum(found["placement_bytes"].values())
+    assert found["memory"]["gpu_budget_bytes"] > 0
+
+
 def test_text_and_tokens_go_both_ways(served: Served) -> None:
     text = "there \u00fc\u4e2d\U0001f600"
     found = served.post("/tokenize", prompt=text, return_token_strs=True).json()

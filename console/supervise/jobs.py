@@ -1,0 +1,192 @@
+"""Jobs: what the supervisor was asked to do; one at a time for each thing that it changes."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from console.registry.checks import BusyError
+from engine.errors import EngineError
+
+KEPT: Final = 50
+"""Jobs that have ended and are still shown."""
+logger = logging.getLogger("console")
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """One thing that was asked for, and how far it is."""
+
+    id: int
+    action: str
+    asked: Mapping[str, Any]
+    """The arguments as they were given."""
+    arguments: Mapping[str, Any]
+    """For people, who know names and not ids."""
+    key: str
+    """What it changes, such as service 1."""
+    service_id: int | None = None
+    state: str = "queued"
+    """queued | running | done | failed."""
+    phase: str | None = None
+    reason: str | None = None
+    """Why it failed."""
+    log: list[str] = field(default_factory=list)
+    """Of a failure, the last lines of the process."""
+    created_s: float = field(default_factory=time.time)
+    ended_s: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self.ended_s is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "id": self.id,
+            "service_id": self.service_id,
+            "action": self.action,
+            "arguments": dict(self.arguments),
+            "state": self.state,
+            "phase": self.phase,
+            "reason": self.reason,
+            "log": list(self.log),
+            "created_s": self.created_s,
+            "ended_s": self.ended_s,
+        }
+
+
+class JobError(EngineError):
+    """A job failed.
+
+    Attributes:
+        log: the last lines of the process that failed.
+    """
+
+    def __init__(self, message: str, log: list[str] | None = None) -> None:
+        """Make it of a reason and the last lines of a log."""
+        super().__init__(message)
+        self.log = log or []
+
+
+class Jobs:
+    """All jobs; used on the event loop alone, but for `to_dicts`.
+
+    Args:
+        on_change: called after each change of a job.
+    """
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._numbers = itertools.count(1)
+        self._jobs: dict[int, Job] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def open_job(self, key: str) -> Job | None:
+        """Return the job that changes a thing now."""
+        return next((job for job in self._jobs.values() if job.is_open and job.key == key), None)
+
+    def running(self, key: str, action: str, asked: Mapping[str, Any]) -> Job | None:
+        """Return the job that does just this already; None: nothing is done there.
+
+        Raises:
+            BusyError: another job changes the same thing.
+        """
+        job = self.open_job(key)
+        if job is None or (job.action, dict(job.asked)) == (action, dict(asked)):
+            return job
+        raise BusyError(
+            "action",
+            f"{action}: expected {key} without a job, got {job.action}, which runs since "
+            f"{time.time() - job.created_s:.0f} s. Wait for its end.",
+        )
+
+    def begin(
+        self,
+        action: str,
+        asked: Mapping[str, Any],
+        work: Callable[[Job], Awaitable[None]],
+        *,
+        key: str,
+        arguments: Mapping[str, Any],
+        service_id: int | None = None,
+    ) -> Job:
+        """Begin a job; the same one again is the one that runs.
+
+        Raises:
+            BusyError: another job changes the same thing.
+        """
+        if (running := self.running(key, action, asked)) is not None:
+            return running
+        job = Job(
+            id=next(self._numbers),
+            action=action,
+            asked=dict(asked),
+            arguments=dict(arguments),
+            key=key,
+            service_id=service_id,
+        )
+        self._jobs[job.id] = job
+        self._tasks[job.id] = asyncio.create_task(self._run(job, work))
+        self._on_change()
+        return job
+
+    async def _run(self, job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
+        job.state = "running"
+        try:
+            await work(job)
+        except asyncio.CancelledError:
+            job.state, job.reason = "failed", "it was given up for another job"
+        except EngineError as error:
+            job.state, job.reason = "failed", str(error)
+            job.log = error.log if isinstance(error, JobError) else []
+        except Exception as error:
+            logger.exception("job %d (%s) failed", job.id, job.action)
+            job.state, job.reason = "failed", f"{type(error).__name__}: {error}"
+        else:
+            job.state = "done"
+        finally:
+            job.ended_s = time.time()
+            self._tasks.pop(job.id, None)
+            self._forget()
+            self._on_change()
+
+    def tell(self, job: Job, phase: str | None) -> None:
+        """Say what a job does now."""
+        if job.phase != phase:
+            job.phase = phase
+            self._on_change()
+
+    async def give_up(self, key: str) -> None:
+        """End the job that changes a thing."""
+        if (job := self.open_job(key)) is not None:
+            await self._end(job)
+
+    async def _end(self, job: Job) -> None:
+        if (task := self._tasks.get(job.id)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def wait(self, job: Job) -> Job:
+        """Wait for the end of a job; return it."""
+        if (task := self._tasks.get(job.id)) is not None:
+            await asyncio.wait([task])
+        return job
+
+    async def close(self) -> None:
+        """End all jobs."""
+        for job in [job for job in self._jobs.values() if job.is_open]:
+            await self._end(job)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return all jobs as plain data, the last first; from any thread."""
+        return [job.to_dict() for job in sorted(self._jobs.values(), key=lambda job: -job.id)]
+
+    def _forget(self) -> None:
+        ended = [job.id for job in self._jobs.values() if not job.is_open]
+        for number in ended[:-KEPT]:
+            del self._jobs[number]

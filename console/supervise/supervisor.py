@@ -1,0 +1,401 @@
+"""Supervisor: what runs, what it was asked to do, and what all pages show of it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import httpx
+from filelock import FileLock, Timeout
+from sqlalchemy import select
+
+from catalogue.processes import module_command
+from console.registry.checks import FieldError, check_settings, shown, spec_of
+from console.registry.database import Database
+from console.registry.models import Models
+from console.registry.tables import Model, Profile, Service
+from console.supervise.jobs import Job, Jobs
+from console.supervise.log import level_of
+from console.supervise.services import Asked, Limits, OwnService, Site, asked_of
+from engine.errors import ConfigError
+
+MAIN: Final = "main"
+"""The service that there always is."""
+MAIN_PORT: Final = 8000
+COALESCE_S: Final = 0.2
+"""Least seconds between two changes that a feed tells."""
+QUIET_S: Final = 2.0
+"""Seconds after which a feed tells of the machine, whose samples are changes too."""
+Work = Callable[[Job], Awaitable[None]]
+Given = Mapping[str, Any]
+"""Arguments of an action."""
+Begun = tuple[Work, Given]
+"""What a job does, and its arguments for people."""
+Begin = Callable[[OwnService, Given], Awaitable[Begun]]
+
+
+class Machine(Protocol):
+    """What the supervisor needs of the machine."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return GPUs, memory, disks and history as plain data."""
+
+    def tell(self, served: Sequence[Mapping[str, Any]]) -> None:
+        """Take in what served processes hold."""
+
+    def tell_load(self, load: Mapping[str, Any]) -> None:
+        """Take in the load, for the history."""
+
+
+class Supervisor:
+    """Owns the services of a registry; one process at a time does.
+
+    Its coroutines run on one event loop, which never waits for the disk or a process; `snapshot`,
+    `log` and `base_url` may be called from any thread.
+
+    Args:
+        database: the registry.
+        machine: tells of GPUs and memory.
+        home: TIGHTFIT_HOME; logs lie below it.
+        command: starts a server.
+        limits: how long things may take.
+        clock: seconds that never go back, for limits.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        machine: Machine,
+        *,
+        home: Path,
+        command: Sequence[str] = (),
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database, self._machine = database, machine
+        self._folder = home / "console"
+        self._command = tuple(command) or module_command("server")
+        self._limits, self._clock = limits or Limits(), clock
+        self._models = Models(database)
+        self._jobs = Jobs(self._changed)
+        self._services: dict[int, OwnService] = {}
+        self._client: httpx.AsyncClient | None = None
+        self._lock: FileLock | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._waiting: set[asyncio.Event] = set()
+        self._is_closed = False
+        self._version: int | None = None
+
+    async def start(self) -> None:
+        """Find what there is, and start the services that are wanted.
+
+        Raises:
+            ConfigError: another console has this registry.
+        """
+        self._lock = await asyncio.to_thread(self._take_lock)
+        self._client = httpx.AsyncClient(timeout=self._limits.answer_s, trust_env=False)
+        site = Site(
+            database=self._database,
+            folder=self._folder,
+            command=self._command,
+            client=self._client,
+            limits=self._limits,
+            on_change=self._changed,
+            clock=self._clock,
+        )
+        rows = await asyncio.to_thread(self._read_rows)
+        for row in rows:
+            self._services[row.id] = await asyncio.to_thread(OwnService, row, site)
+        await self._refresh()
+        for service in self._services.values():
+            await service.resume()
+        self._looking = asyncio.create_task(self._look())
+
+    async def close(self) -> None:
+        """End jobs and processes; what is wanted stays for the next start."""
+        self._is_closed = True
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
+        await self._jobs.close()
+        await asyncio.gather(*(service.close() for service in self._services.values()))
+        if self._client is not None:
+            await self._client.aclose()
+        if self._lock is not None:
+            await asyncio.to_thread(self._lock.release)
+        self._changed()
+
+    def _take_lock(self) -> FileLock:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._folder / ".lock", thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ConfigError(
+                f"console: expected no other console on the registry {self._database.path}, got "
+                "one that runs. Use that, end it, or set TIGHTFIT_HOME to another folder."
+            ) from error
+        return lock
+
+    def _read_rows(self) -> Sequence[Service]:
+        with self._database.write() as session:
+            chosen = select(Service).where(Service.kind == "own").order_by(Service.id)
+            rows = list(session.scalars(chosen))
+            if not any(row.name == MAIN for row in rows):
+                rows.append(Service(name=MAIN, kind="own", port=MAIN_PORT, failures=[]))
+                session.add(rows[-1])
+        return rows
+
+    # What pages read.
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all there is to show as plain data, at once; from any thread."""
+        return {
+            "time_s": time.time(),
+            "services": [service.view() for service in list(self._services.values())],
+            "jobs": self._jobs.to_dicts(),
+            "machine": self._machine.snapshot(),
+            "foreign": [],
+        }
+
+    def log(self, service_id: int, after: str | None = None) -> tuple[list[dict[str, str]], str]:
+        """Return lines of a service's log, and where the next ones begin; from any thread.
+
+        Args:
+            service_id: of the service.
+            after: as an earlier call returned it; None: all lines that are in memory.
+
+        Raises:
+            LookupError: there is no such service.
+        """
+        place = int(after) if after is not None and after.isascii() and after.isdigit() else None
+        lines, next_place = self._service(service_id).log.after(place)
+        return [{"level": level_of(line), "text": line} for line in lines], str(next_place)
+
+    def base_url(self, service_id: int | None = None) -> str | None:
+        """Return where a service answers, or without an id the first that does; None: nowhere.
+
+        Raises:
+            LookupError: there is no such service.
+        """
+        if service_id is not None:
+            return self._service(service_id).base_url
+        urls = (service.base_url for service in list(self._services.values()))
+        return next((url for url in urls if url is not None), None)
+
+    async def feed(self) -> AsyncIterator[None]:
+        """Yield at once, and again after changes, until the supervisor is closed."""
+        event = asyncio.Event()
+        self._waiting.add(event)
+        try:
+            while not self._is_closed:
+                event.clear()
+                yield
+                await asyncio.sleep(COALESCE_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), QUIET_S - COALESCE_S)
+        finally:
+            self._waiting.discard(event)
+
+    def _changed(self) -> None:
+        for event in self._waiting:
+            event.set()
+
+    # What is asked.
+
+    async def submit(self, action: str, **asked: Any) -> Job:
+        """Begin what is asked, and return its job; a wish that is being fulfilled is the same job.
+
+        Args:
+            action: start, stop, restart, reset (service_id); switch (service_id, profile_id);
+                set_context (service_id, max_model_len); set_auto_restart (service_id,
+                auto_restart).
+            **asked: arguments of the action.
+
+        Raises:
+            BusyError: another job changes the same thing.
+            FieldError: there is no such action, or an argument is refused.
+            LookupError: there is no such service or profile.
+        """
+        actions = self._actions()
+        if action not in actions:
+            raise FieldError(
+                "action", f"action: expected one of {', '.join(actions)}, got {shown(action)}."
+            )
+        kinds, begin = actions[action]
+        _check_arguments(action, asked, kinds)
+        service = self._service(asked["service_id"])
+        key = _key(service)
+        running = self._jobs.open_job(key)
+        if running is not None and action == "stop" != running.action:
+            await self._jobs.give_up(key)  # who stops does not wait for the end of a load
+        if (running := self._jobs.running(key, action, asked)) is not None:
+            return running
+        work, named = await begin(service, asked)
+        return self._jobs.begin(
+            action,
+            asked,
+            work,
+            key=key,
+            arguments={"service": service.name, **named},
+            service_id=service.id,
+        )
+
+    async def wait(self, job: Job) -> Job:
+        """Wait for the end of a job; return it."""
+        return await self._jobs.wait(job)
+
+    def _actions(self) -> dict[str, tuple[Mapping[str, type], Begin]]:
+        """Return for each action the types of its arguments, and what checks and begins it."""
+        service = {"service_id": int}
+        return {
+            "start": (service, self._start),
+            "stop": (service, self._stop),
+            "restart": (service, self._restart),
+            "reset": (service, self._reset),
+            "switch": (service | {"profile_id": int}, self._switch),
+            "set_context": (service | {"max_model_len": int}, self._set_context),
+            "set_auto_restart": (service | {"auto_restart": bool}, self._set_auto_restart),
+        }
+
+    def _service(self, service_id: int) -> OwnService:
+        service = self._services.get(service_id)
+        if service is None:
+            raise LookupError(f"service: expected the id of one that there is, got {service_id}.")
+        return service
+
+    async def _start(self, service: OwnService, _: Given) -> Begun:
+        await self._refresh()
+        if not service.is_up:
+            service.check_startable()
+        return lambda job: self._told(job, service, service.start()), {}
+
+    async def _stop(self, service: OwnService, _: Given) -> Begun:
+        return lambda _: service.stop(), {}
+
+    async def _restart(self, service: OwnService, _: Given) -> Begun:
+        await self._refresh()
+        service.check_startable()
+        return lambda job: self._anew(job, service), {}
+
+    async def _anew(self, job: Job, service: OwnService) -> None:
+        self._jobs.tell(job, "stopping")
+        await service.end()
+        await self._told(job, service, service.start())
+
+    async def _told(self, job: Job, service: OwnService, work: Awaitable[None]) -> None:
+        """Do something while a job's phase follows the service."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self._jobs.tell(job, service.phase)
+                await asyncio.wait([task], timeout=self._limits.look_s)
+            await task
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            self._jobs.tell(job, service.phase)
+
+    async def _reset(self, service: OwnService, _: Given) -> Begun:
+        return lambda _: service.reset(), {}
+
+    async def _set_auto_restart(self, service: OwnService, asked: Given) -> Begun:
+        is_on = asked["auto_restart"]
+        return lambda _: service.set_auto_restart(is_on), {"auto_restart": is_on}
+
+    async def _switch(self, service: OwnService, asked: Given) -> Begun:
+        profile_id = asked["profile_id"]
+        found = await asyncio.to_thread(self._read_asked, profile_id)
+        if found.refusal is not None:
+            raise FieldError(found.refusal.partition(":")[0], found.refusal)
+
+        async def work(job: Job) -> None:
+            is_same = service.serving_profile_id == profile_id
+            await service.serve(found)
+            if service.state != "ready" or not is_same:
+                await self._anew(job, service)
+
+        return work, {"model": found.model, "profile": found.profile}
+
+    def _read_asked(self, profile_id: int) -> Asked:
+        with self._database.read() as session:
+            if session.get(Profile, profile_id) is None:
+                raise LookupError(
+                    f"profile: expected the id of one that there is, got {profile_id}."
+                )
+            return asked_of(session, profile_id)
+
+    async def _set_context(self, service: OwnService, asked: Given) -> Begun:
+        await self._refresh()
+        service.check_startable()
+        found, length = service.asked, {"max_model_len": asked["max_model_len"]}
+        profile_id, model_id = found.profile_id, found.model_id
+        assert profile_id is not None
+        assert model_id is not None
+        await asyncio.to_thread(self._check_settings, profile_id, length)
+
+        async def work(job: Job) -> None:
+            if found.settings.get("max_model_len") != asked["max_model_len"]:
+                await asyncio.to_thread(self._models.set_profile, model_id, found.profile, length)
+                await self._refresh()
+            if service.is_up and service.serving_settings != service.asked.settings:
+                await self._anew(job, service)
+
+        return work, length
+
+    def _check_settings(self, profile_id: int, settings: Mapping[str, Any]) -> None:
+        with self._database.read() as session:
+            profile = session.get_one(Profile, profile_id)
+            model = session.get_one(Model, profile.model_id)
+            check_settings({**profile.settings, **settings}, spec_of(model))
+
+    # What changes by itself.
+
+    async def _look(self) -> None:
+        """Follow the registry, and tell the machine what is served."""
+        while True:
+            await asyncio.sleep(self._limits.look_s)
+            await self._refresh()
+            served = [found for each in self._services.values() if (found := each.holds())]
+            self._machine.tell(served)
+            loads = [load for each in self._services.values() if (load := each.load)]
+            if loads:
+                self._machine.tell_load(loads[0])
+
+    async def _refresh(self) -> None:
+        """Read what services serve where the registry was changed, by whom it may be."""
+        profiles = await asyncio.to_thread(self._read_profiles)
+        for service_id, asked in (profiles or {}).items():
+            if self._services[service_id].asked != asked:
+                self._services[service_id].asked = asked
+        if profiles is not None:
+            self._changed()
+
+    def _read_profiles(self) -> dict[int, Asked] | None:
+        """Return what each service serves; None where nothing was changed."""
+        version = self._database.version()
+        if version == self._version:
+            return None
+        self._version = version
+        with self._database.read() as session:
+            rows = session.scalars(select(Service).where(Service.id.in_(list(self._services))))
+            return {row.id: asked_of(session, row.profile_id) for row in rows}
+
+
+def _key(service: OwnService) -> str:
+    return f"service {service.name}"
+
+
+def _check_arguments(action: str, given: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    """Raise FieldError where the arguments are not those of an action."""
+    for name in {*kinds} - {*given}:
+        raise FieldError(name, f"{name}: expected a value for {action}, got none.")
+    for name in {*given} - {*kinds}:
+        raise FieldError(name, f"{name}: {action} has no such argument; it has {', '.join(kinds)}.")
+    for name, kind in kinds.items():
+        if type(given[name]) is not kind:
+            word = "true or false" if kind is bool else "an integer"
+            raise FieldError(name, f"{name}: expected {word}, got {shown(given[name])}.")
