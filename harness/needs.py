@@ -19,7 +19,7 @@ def shadowed(
 ) -> str:
     """Return a line that names another module which is imported in place of a folder, or ""."""
     root = Path(__file__).resolve().parents[1]
-    if __name__ != "harness.needs":  # installed, where all folders lie inside one package
+    if __name__.count(".") > 1:  # installed, where all folders lie inside one package
         return ""
     for name in FOLDERS:
         spec = find(name)

@@ -12,6 +12,7 @@ import yaml
 from catalogue.cards import card_names, card_sheet, like_card
 from catalogue.files import facts_folder
 from console.registry.checks import FieldError, check_settings, config_of, naming, spec_of
+from console.registry.results import settings_of
 from console.registry.tables import Model, Performance, TestRun
 from engine.asked.config import EngineConfig, EngineSettings
 from engine.asked.keywords import keywords_of
@@ -194,7 +195,7 @@ def _answered(
     chosen = choices[0].settings if verdict == "fits_with" else settings
     is_open = "max_num_seqs" not in {*settings, *settings.get("auto_fields", ())}
     if verdict != "no_fit" and is_open:
-        count = _measured_sequences(runs) or _sequences(question, chosen)
+        count = _measured_sequences(runs, chosen) or _sequences(question, chosen)
         chosen = {**chosen, "max_num_seqs": count}
     plan = question.plan(chosen)
     return Proposal(
@@ -284,17 +285,30 @@ def _sequences(question: _Question, settings: Mapping[str, Any]) -> int:
 def _measured(rows: Sequence[tuple[TestRun, Performance]], card: str) -> tuple[dict[str, Any], ...]:
     """Return settings and rates that were measured on a card, the fastest first."""
     found = [
-        {"settings": run.settings, "output_tok_s": rate}
+        {"settings": settings_of(run, row), "output_tok_s": rate}
         for run, row in rows
-        if row.card == card and (rate := row.metrics.get("throughput/output_tok_s")) is not None
+        if _is_card(row.card, card)
+        and (rate := row.metrics.get("throughput/output_tok_s")) is not None
     ]
     return tuple(sorted(found, key=lambda each: -float(each["output_tok_s"])))
 
 
-def _measured_sequences(runs: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return max_num_seqs of the fastest test; None: none says it."""
-    counts = (run["settings"].get("max_num_seqs") for run in runs)
-    return next((count for count in counts if count), None)
+def _is_card(measured: str, planned: str) -> bool:
+    """Whether a measurement is of the device of a plan; of CPUs there is this machine's."""
+    return measured == planned or (planned == "CPU" and measured.startswith("CPU: "))
+
+
+def _measured_sequences(
+    runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> int | None:
+    """Return max_num_seqs of the fastest test that has these settings else; None: there is none."""
+    default = {"max_num_seqs": EngineSettings().max_num_seqs}
+    for run in runs:
+        found = default | run["settings"]
+        count: int = found.pop("max_num_seqs")
+        if found == settings:
+            return count
+    return None
 
 
 def _price(plan: MemoryPlan) -> dict[str, Any]:

@@ -169,3 +169,11 @@ class Results:
             chosen = chosen.where(Comparison.model_id == model_id)
         with self._database.read() as session:
             return session.scalars(chosen).all()
+
+
+def settings_of(run: TestRun, row: Performance) -> dict[str, Any]:
+    """Return the settings of the profile that a measurement was made with, as they were."""
+    ids = run.settings.get("profile_ids", {})
+    name = next((name for name, profile_id in ids.items() if profile_id == row.profile_id), None)
+    found: dict[str, Any] = run.settings.get("profiles", {}).get(name, {})
+    return found

@@ -43,12 +43,38 @@ def test_an_import_that_would_bind_another_name_is_refused(backend: ModuleType, 
         backend.moved(line, ["engine"], "some.py")
 
 
-def test_every_folder_of_the_project_is_staged(backend: ModuleType, tmp_path: Path) -> None:
-    backend.stage(ROOT, tmp_path)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["tightfit"]
-    names = {path.name for path in (tmp_path / "tightfit").iterdir() if path.is_dir()}
+@pytest.fixture(scope="module")
+def staged(backend: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project in the wheel's layout."""
+    folder = tmp_path_factory.mktemp("staged")
+    backend.stage(ROOT, folder)
+    return folder
+
+
+def test_every_folder_of_the_project_is_staged(staged: Path) -> None:
+    assert [path.name for path in staged.iterdir() if path.is_dir()] == ["tightfit"]
+    names = {path.name for path in (staged / "tightfit").iterdir() if path.is_dir()}
     assert names >= {*PACKAGES, "conf"} - {"tightfit"}
-    assert (tmp_path / "tightfit" / "conf" / "config.yaml").is_file()
+    assert (staged / "tightfit" / "conf" / "config.yaml").is_file()
+
+
+def test_the_registry_is_made_by_the_migrations_of_the_wheel(staged: Path, tmp_path: Path) -> None:
+    """Alembic finds them beside the moved packages, and they name these."""
+    code = (
+        "from pathlib import Path\n"
+        "from tightfit.console.registry.database import MIGRATIONS, Database\n"
+        f"assert Path({str(staged)!r}) in MIGRATIONS.parents, MIGRATIONS\n"
+        "database = Database.open(Path('registry.db'))\n"
+        "with database.read() as session:\n"
+        "    print(session.connection().exec_driver_sql('SELECT count(*) FROM models').scalar())\n"
+        "database.close()\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(staged)}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, check=False, encoding="utf-8"
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_no_text_names_a_module_of_the_project() -> None:

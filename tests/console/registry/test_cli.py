@@ -101,7 +101,8 @@ def test_every_answer_is_there_as_json(models_command: Command, tmp_path: Path, 
     assert (found["name"], found["profiles"][0]["settings"], found["plan"]) == ("m", {}, None)
     database = Database.open()
     results = Results(database)
-    run = results.create(1, "test", status="finished", settings={"max_num_seqs": 4})
+    asked = {"profiles": {"default": {"max_num_seqs": 4}}, "profile_ids": {"default": 1}}
+    run = results.create(1, "test", profile_id=1, status="finished", settings=asked)
     results.add_performance(run, "CPU", "throughput", {"throughput/output_tok_s": 12.5})
     database.close()
     _, found, _ = models_command("list", "--json")

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import GatedRepoError
 from sqlalchemy import text
 
+from catalogue.checkpoint import ModelUnavailableError
 from catalogue.models import find
 from console.registry.checks import FieldError
 from console.registry.database import Database
@@ -201,6 +204,23 @@ def test_the_database_holds_no_second_default(models: Models, database: Database
     models.set_profile("glass", "b")
     with pytest.raises(Exception, match="UNIQUE constraint failed"), database.write() as session:
         session.execute(text("UPDATE profiles SET is_default = 1"))
+
+
+def test_a_gated_model_without_access_says_so_and_no_token_is_kept(
+    models: Models, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = GatedRepoError.__new__(GatedRepoError)
+    error.args = ("401 for hf_secret",)
+
+    def refuse(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelUnavailableError, match=r"a/b is gated .* \(`hf auth login`, or HF_TO"):
+        models.add("a/b")
+    assert models.list() == []
+    assert all(b"hf_secret" not in file.read_bytes() for file in home.glob("registry.db*"))
 
 
 def test_a_model_that_is_none_is_refused(models: Models) -> None:

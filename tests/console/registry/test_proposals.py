@@ -1,5 +1,7 @@
 """What is proposed for a card: settings with which a model fits, and what each costs."""
 
+from typing import Any
+
 import pytest
 
 from console.registry.checks import FieldError
@@ -75,18 +77,54 @@ def test_a_model_beyond_every_memory_is_added_as_it_is(
     assert profile_of(models.add("olmo7b")).settings == {}
 
 
+def measure(results: Results, model_id: int, speed: float, card: str, **settings: Any) -> None:
+    """Store a test as console.testing does."""
+    asked = {"profiles": {"default": settings}, "profile_ids": {"default": 1}}
+    run = results.create(model_id, "test", profile_id=1, settings=asked)
+    results.add_performance(run, card, "throughput", {"throughput/output_tok_s": speed})
+
+
 def test_what_was_measured_is_proposed(models: Models, database: Database) -> None:
     row = models.store(models.describe("glass"), {})
-    results = Results(database)
+    results, card = Results(database), "rtx3060_12gb"
     for count, speed in ((4, 90.0), (8, 120.0), (32, 70.0)):
-        run = results.create(row.id, "test", settings={"max_num_seqs": count})
-        metrics = {"throughput/output_tok_s": speed}
-        results.add_performance(run, "rtx3060_12gb", "throughput", metrics)
-        results.add_performance(run, "another", "throughput", {"throughput/output_tok_s": 1e6})
-    found = models.plan(row, card="rtx3060_12gb")
+        measure(results, row.id, speed, card, max_num_seqs=count)
+        measure(results, row.id, 1e6, "another", max_num_seqs=count)
+    measure(results, row.id, 500.0, card, max_num_seqs=2, seed=1)
+    found = models.plan(row, card=card)
     assert found.settings == {"max_num_seqs": 8}
-    assert [each["output_tok_s"] for each in found.measured] == [120.0, 90.0, 70.0]
-    assert models.plan(row, {"max_num_seqs": 2}, card="rtx3060_12gb").settings["max_num_seqs"] == 2
+    assert [each["output_tok_s"] for each in found.measured] == [500.0, 120.0, 90.0, 70.0]
+    assert models.plan(row, {"max_num_seqs": 2}, card=card).settings["max_num_seqs"] == 2
+    measure(results, row.id, 600.0, card)  # as many as the engine's default
+    assert models.plan(row, card=card).settings == {"max_num_seqs": 64}
+    measure(results, row.id, 5.0, "CPU: some processor", max_num_seqs=1)
+    assert models.plan(row, card="cpu").settings == {"max_num_seqs": 1}
+
+
+class Gpu:
+    """Stands for a card of this machine."""
+
+    uuid = "GPU-1"
+
+    def facts(self) -> dict[str, object]:
+        return {"name": "NVIDIA GeForce RTX 4080", "memory_bytes": 16 << 30}
+
+    def sample(self) -> dict[str, float]:
+        return {"gpu_used_bytes": 4 << 30}
+
+    def compute_capability(self) -> tuple[int, int]:
+        return 8, 9
+
+
+def test_the_card_of_this_machine_is_taken_as_it_is_now(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "open_gpu", Gpu)
+    found = models.plan(models.describe("olmo7b"), explain=False)
+    assert (found.card, found.is_here) == ("NVIDIA GeForce RTX 4080", True)
+    # Another process holds 4 GiB of the card.
+    assert found.verdict == "no_fit"
+    assert "12.00 GiB" in " ".join(found.lines)
 
 
 def test_a_card_that_is_none_is_refused(models: Models) -> None:
