@@ -216,12 +216,17 @@ class Setting:
         return ""
 
 
+@functools.cache
+def _hints(node: type) -> dict[str, Any]:
+    return typing.get_type_hints(node)
+
+
 def settings(node: type, prefix: str = "", whole: tuple[type, ...] = ()) -> Iterator[Setting]:
     """Yield every field of a configuration class and of the classes below it, in order.
 
     Fields of the classes in `whole` are left out: a value of them is one setting.
     """
-    hints = typing.get_type_hints(node)
+    hints = _hints(node)
     for item in fields(node):
         found = Setting(f"{prefix}{item.name}", hints[item.name], node, item)
         yield found

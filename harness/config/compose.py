@@ -1,6 +1,5 @@
 """Compose conf/ and a command line's overrides into RunConfigs, all of them before any runs."""
 
-import copy
 import functools
 import itertools
 import re
@@ -47,7 +46,7 @@ from engine.sealed import describe_type, key_types, without_null
 from harness.config.engine import check_settings
 from harness.config.launchers import BASIC, check_launcher
 from harness.config.schema import GROUPS, RunConfig
-from harness.config.source import SCHEME, Loader, TextSource, keep_texts, quoted, split
+from harness.config.source import SCHEME, Loader, TextSource, copied, keep_texts, quoted, split
 
 NAMED: Final = {
     "offload": ("none", "uva", "prefetch"),
@@ -457,6 +456,7 @@ def _default_size(size: float, num_blocks: int | None, swap_space: float) -> flo
     return None if num_blocks is not None or swap_space else size
 
 
+@functools.cache
 def register() -> None:
     """Make the schema and the resolvers of conf/config.yaml known to Hydra; may be repeated."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig, provider="tightfit")
@@ -475,7 +475,7 @@ def to_run_config(composed: DictConfig) -> tuple[RunConfig, list[str]]:
 
     Raises ConfigError for an unknown key, a wrong type, or a value out of bounds.
     """
-    task = copy.deepcopy(composed)
+    task = copied(composed)
     with read_write(task), open_dict(task):
         task.pop("hydra", None)
     try:
@@ -498,7 +498,7 @@ def with_values(point: Point, values: Mapping[str, Any]) -> Point:
     """Return a point with settings that were not known when it was composed."""
     if not values:
         return point
-    composed = copy.deepcopy(point.composed)
+    composed = copied(point.composed)
     for key, value in values.items():
         OmegaConf.update(composed, key, value)
     config, messages = to_run_config(composed)

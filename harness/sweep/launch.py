@@ -1,7 +1,6 @@
 """Hand points to Hydra's launchers, and know from the sweep's folder which process runs each."""
 
 import contextlib
-import copy
 import json
 import os
 import pickle
@@ -25,6 +24,7 @@ from catalogue.files import read_json
 from catalogue.terminal import EXIT_INTERRUPTED
 from harness.config.compose import Plan, Point, register
 from harness.config.launchers import default_settings
+from harness.config.source import copied
 from harness.observe.host import start_ticks
 from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 
@@ -229,7 +229,7 @@ class ComposedPoints:
 
     def load_sweep_config(self, _: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """Return the configuration of a point, as a launcher asks for it."""
-        return copy.deepcopy(self[self.numbers[tuple(sweep_overrides)]].composed)
+        return copied(self[self.numbers[tuple(sweep_overrides)]].composed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the points: each process reads its own."""
@@ -247,7 +247,7 @@ def launch(plan: Plan, points: ComposedPoints, task: Callable[[DictConfig], None
     if not plan.multirun:
         done = run_job(
             task,
-            config=copy.deepcopy(points[0].composed),
+            config=copied(points[0].composed),
             job_dir_key="hydra.run.dir",
             job_subdir_key=None,
             hydra_context=context,
