@@ -403,6 +403,8 @@ def experiment_page(base: str, experiment_id: str | None, sweep_id: str | None =
     if sweep_id is not None:
         query["compareRunsMode"] = "CHART"
         query["searchFilter"] = f"tags.`{_SWEEPS}` LIKE '%{sweep_id}%'"
+        # Sorted by time, points are folded into their sweep, and its charts lack them.
+        query |= {"orderByKey": "tags.`mlflow.runName`", "orderByAsc": "true"}
     place = "experiments" if experiment_id is None else f"experiments/{experiment_id}/runs"
     return f"{base}/#/{place}?{urlencode(query, quote_via=quote)}"
 

@@ -83,8 +83,7 @@ def _verdict(record: RunRecord) -> Verdict:
         return found
     settled = any(is_resolved(row) for row in rows if row.get("ratio") is not None)
     kind: Kind = "plain" if found.kind == "good" and not settled else found.kind
-    label = ". ".join(filter(None, [found.answer, found.label])) if found.answer else found.label
-    return replace(found, kind=kind, answer=answer_of(rows), label=label)
+    return replace(found, kind=kind, answer=answer_of(rows))
 
 
 def _cards(record: RunRecord) -> list[Card]:

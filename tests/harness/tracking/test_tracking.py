@@ -363,6 +363,7 @@ def test_the_view_command_opens_the_runs(home):
     assert remote.view_command("s-1") == (
         "open http://server:1/#/experiments/3/runs?workflowType=machine_learning"
         "&compareRunsMode=CHART&searchFilter=tags.%60harness.sweep_ids%60%20LIKE%20%27%25s-1%25%27"
+        "&orderByKey=tags.%60mlflow.runName%60&orderByAsc=true"
     )
 
 
