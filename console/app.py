@@ -460,7 +460,7 @@ def _key_of_servers() -> dict[str, str]:
 
 
 def _sizes(asked: NewTest | NewComparison | NewSweep) -> dict[str, Any]:
-    return {"num_requests": asked.num_requests, "stop_serving": asked.stop_service}
+    return {"num_requests": asked.num_requests, "stop_service": asked.stop_service}
 
 
 def _plain(row: Model) -> dict[str, Any]:

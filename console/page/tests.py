@@ -148,7 +148,7 @@ def comparison(found: Comparison, model: Model | None) -> dict[str, Any]:
         "kind": "good" if is_equal else "warn",
         "tokens": "Whether tokens are equal is unknown."
         if equal is None or total is None
-        else f"{equal:,} of {total:,} tokens are equal.",
+        else f"{equal:,} of {total:,} requests gave equal tokens.",
         "rows": [ratio_row(each) for each in found.rows],
     }
 

@@ -50,7 +50,7 @@ class Ask:
     """Of an A/B: how often each side runs."""
     aa_pairs: int = AA_PAIRS
     """Of an A/B: how often side a runs against itself, which says what noise is."""
-    stop_serving: bool = False
+    stop_service: bool = False
     """Whether servers on the GPU may be stopped for it; the caller stops them."""
 
 
@@ -106,11 +106,11 @@ class Tests:
         uses_gpu = self._has_gpu() and not all(
             profile.settings.get("device") == "cpu" for profile in profiles
         )
-        if serving and uses_gpu and not ask.stop_serving:
+        if serving and uses_gpu and not ask.stop_service:
             raise BusyError(
-                "stop_serving",
+                "stop_service",
                 f"test: expected a free GPU, got {', '.join(serving)} on it. Stop it first, or "
-                "allow it with stop_serving=true.",
+                "allow it with stop_service=true.",
             )
         notes = [] if uses_gpu or not serving else [f"{each} runs beside it" for each in serving]
         settings = {
@@ -118,7 +118,7 @@ class Tests:
             "profile_ids": {profile.name: profile.id for profile in profiles},
             "pairs": ask.pairs,
             "aa_pairs": ask.aa_pairs,
-            "stop_serving": ask.stop_serving,
+            "stop_service": ask.stop_service,
             "notes": notes,
             "rerun": "all",
         }

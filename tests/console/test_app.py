@@ -165,7 +165,7 @@ def client(whole: TestClient, scripted: Scripted) -> TestClient:
             "POST",
             "/api/tests",
             {"profile_id": 11, "num_requests": 3},
-            ("test", {"profile_id": 11, "num_requests": 3, "stop_serving": False}),
+            ("test", {"profile_id": 11, "num_requests": 3, "stop_service": False}),
         ),
         (
             "POST",
@@ -173,14 +173,14 @@ def client(whole: TestClient, scripted: Scripted) -> TestClient:
             {"profile_a_id": 10, "profile_b_id": 11, "stop_service": True},
             (
                 "ab",
-                {"profile_a_id": 10, "profile_b_id": 11, "num_requests": 100, "stop_serving": True},
+                {"profile_a_id": 10, "profile_b_id": 11, "num_requests": 100, "stop_service": True},
             ),
         ),
         (
             "POST",
             "/api/sweep",
             {"model_id": 1},
-            ("sweep", {"model_id": 1, "num_requests": 100, "stop_serving": False}),
+            ("sweep", {"model_id": 1, "num_requests": 100, "stop_service": False}),
         ),
         ("POST", "/api/tests/5/cancel", {}, ("cancel_test", {"test_id": 5})),
     ],

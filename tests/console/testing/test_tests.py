@@ -180,9 +180,9 @@ def test_a_server_on_the_gpu_is_stopped_only_when_that_is_said(
     beside = tests.queue("toy", Ask())
     assert beside.settings["notes"] == [f"main (process {process.pid}) runs beside it"]
     tests._has_gpu = lambda: True
-    with pytest.raises(BusyError, match=r"got main \(process \d+\) on it.*stop_serving=true"):
+    with pytest.raises(BusyError, match=r"got main \(process \d+\) on it.*stop_service=true"):
         tests.queue("toy", Ask())
-    assert tests.queue("toy", Ask(stop_serving=True)).status == "queued"
+    assert tests.queue("toy", Ask(stop_service=True)).status == "queued"
     with database.write() as session:
         found = session.get(Service, row.id)
         assert found is not None
