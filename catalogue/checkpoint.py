@@ -10,6 +10,7 @@ from stat import S_ISREG
 from typing import Any, Final
 
 from catalogue.files import read_json
+from engine.model.gguf import files_of, is_gguf, read_gguf
 
 PROVENANCE_FILE: Final = "provenance.json"
 GIB: Final = 1 << 30
@@ -60,7 +61,8 @@ def check_disk(name: str, folder: Path, needed_bytes: int) -> None:
 
 def folder_bytes(folder: Path) -> int:
     """Return the bytes of all files below a folder; 0 where there is none."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    paths = files_of(folder) if is_gguf(folder) else folder.rglob("*")
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def freed_bytes(folder: Path) -> int:
@@ -77,6 +79,8 @@ def missing_files(folder: Path) -> list[str]:
 
     An index that is no such thing counts as lacking.
     """
+    if is_gguf(folder):
+        return [file.name for file in files_of(folder) if not file.is_file()]
     lacking = [] if (folder / "config.json").is_file() else ["config.json"]
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / "model.safetensors").is_file():
@@ -140,6 +144,13 @@ def identify(folder: Path | None, load_format: str) -> dict[str, Any]:
     path = None if folder is None else str(folder)
     if folder is None or load_format == "dummy":
         return {"source": "random", "path": path}
+    if is_gguf(folder):
+        header = repr(sorted(read_gguf(folder).metadata.items())).encode()
+        return {
+            "source": "folder",
+            "path": path,
+            "config_sha256": hashlib.sha256(header).hexdigest(),
+        }
     wheel = read_json(folder / PROVENANCE_FILE)
     if {"package", "version", "sha256"} <= wheel.keys():
         requirement = f"{wheel['package']}=={wheel['version']}"

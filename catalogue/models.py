@@ -29,6 +29,7 @@ from catalogue.hub import (
 from catalogue.packages import ensure_package_model, is_converted
 from engine.errors import CheckpointError, ConfigError, did_you_mean
 from engine.model.checkpoint import ModelFolder, read_config, read_folder
+from engine.model.gguf import config_of, is_gguf, read_gguf
 from engine.sealed import from_plain, key_types, without_null
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def state(model: Model) -> State:
         is_whole = found is not None and not missing_files(found)
     else:
         folder, is_whole = Path(), False
-    path = folder if folder != Path() and folder.is_dir() else None
+    path = folder if folder != Path() and folder.exists() else None
     num_bytes = 0 if path is None else folder_bytes(path)
     if is_whole:
         return State(kind="present", path=path, num_bytes=num_bytes)
@@ -221,12 +222,14 @@ def located(model: str, load_format: str | None = None) -> dict[str, Any]:
 
 
 def _check_folder(model: Model, folder: Path) -> Path:
-    if not folder.is_dir():
-        raise unavailable(model.name, f"model.path: expected a folder, found none at {folder}")
+    if not (folder.is_file() if is_gguf(folder) else folder.is_dir()):
+        raise unavailable(
+            model.name, f"model.path: expected a folder or a .gguf file, found none at {folder}"
+        )
     if model.load_format == "dummy":
         return folder
     try:
-        read_config(folder)
+        config_of(read_gguf(folder)) if is_gguf(folder) else read_config(folder)
     except CheckpointError as error:
         raise ModelUnavailableError(
             f"model {model.name}: {error} Or point model.path=FOLDER at another folder; "

@@ -25,6 +25,7 @@ from engine.model.checkpoint import (
 )
 from engine.model.facts import read_unpackable, write_unpackable
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
+from engine.model.gguf import is_gguf
 from engine.model.spec import ModelSpec
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_again, plan_memory
@@ -76,7 +77,7 @@ def read_model(model: ModelConfig) -> ModelFolder:
         assert model.spec is not None
         return ModelFolder(model.spec)
     folder = Path(model.path)
-    has_config = (folder / "config.json").is_file()
+    has_config = (folder / "config.json").is_file() or is_gguf(folder)
     if model.spec is not None and model.load_format == "dummy" and not has_config:
         return ModelFolder(model.spec)
     found = read_folder(folder)

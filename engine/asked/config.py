@@ -203,7 +203,7 @@ class ModelConfig(Sealed):
     name: str = field(metadata={"keyword": "model_name"})
     """Short name."""
     path: str | None = field(default=None, metadata={"keyword": "model"})
-    """Local folder with config.json (and weights unless load_format is dummy)."""
+    """Local folder with config.json (and weights unless load_format is dummy), or a .gguf file."""
     load_format: str = "auto"
     """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""
     keep_lossless: bool = False

@@ -17,7 +17,8 @@ from typing import Any
 from engine.errors import CheckpointError
 from engine.model.families import stated_dtype, text_part_of
 from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
-from engine.model.quant_config import SUPPORTED, quantization_notes
+from engine.model.gguf import GGUFTensor, config_of, files_of, is_gguf, named, read_gguf
+from engine.model.quant_config import PLAIN_TYPES, SUPPORTED, quantization_notes
 from engine.model.quantised import UNUSED
 from engine.model.schemes import ELEMENT_BYTES
 from engine.model.spec import ModelSpec
@@ -73,6 +74,9 @@ def read_folder(folder: Path) -> ModelFolder:
     Raises:
         CheckpointError: There is no config.json, it is of no supported model, or a file is damaged.
     """
+    if is_gguf(folder):
+        model = read_gguf(folder)
+        return ModelFolder(ModelSpec.from_hf_config(config_of(model)))
     config = read_config(folder)
     stored: dict[str, StoredTensor] = {}
     for file in checkpoint_files(folder):
@@ -171,6 +175,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: No file, a missing shard, a damaged header or an unsupported dtype.
     """
+    if is_gguf(folder):
+        return {name: _of_gguf(tensor) for name, tensor in named(read_gguf(folder)).items()}
     files = checkpoint_files(folder)
     if not files:
         raise CheckpointError(
@@ -187,8 +193,18 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def _of_gguf(tensor: GGUFTensor) -> StoredTensor:
+    """Return where a tensor of a GGUF file lies; of a quantised one, rows of bytes."""
+    dtype, shape = PLAIN_TYPES.get(tensor.type), tensor.shape
+    if dtype is None:
+        dtype, shape = "uint8", (*shape[:-1], tensor.row_bytes)
+    return StoredTensor(tensor.file, dtype, shape, tensor.start, tensor.num_bytes)
+
+
 def checkpoint_files(folder: Path) -> list[Path]:
     """List model.safetensors, else the files of an index, else every safetensors file."""
+    if is_gguf(folder):
+        return files_of(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
         return [single]

@@ -394,7 +394,8 @@ class TensorFormats:
 
     def to_dict(self) -> dict[str, str]:
         """Return the formats that differ from the default, by tensor."""
-        return {name: each.name for name, each in self.others.items()}
+        plain = self.default.name
+        return {name: each.name for name, each in self.others.items() if each.name != plain}
 
 
 def plain(dtype: str) -> TensorFormats:

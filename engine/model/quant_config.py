@@ -8,11 +8,20 @@ from typing import Any, Final
 from engine.errors import CheckpointError
 from engine.model.formats import FORMATS
 from engine.model.quantised import Quantisation
-from engine.model.schemes import BITS, LINEAR, Scheme
+from engine.model.schemes import (
+    BITS,
+    GGUF_NORM,
+    GGUF_ROWS,
+    GGUF_TYPES,
+    LINEAR,
+    Scheme,
+    gguf_scheme,
+)
 
 SUPPORTED: Final = (
     "AWQ (gemm, 4 bits), GPTQ (4 and 8 bits), compressed-tensors (pack-quantized of 4 and 8 bits, "
-    "int-quantized, float-quantized) and fp8 (e4m3)"
+    "int-quantized, float-quantized), fp8 (e4m3) and GGUF files (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, "
+    "Q4_K, Q5_K, Q6_K, F16, BF16, F32)"
 )
 """What is said of every checkpoint that is refused."""
 
@@ -194,8 +203,40 @@ def _read_fp8(found: Mapping[str, Any], dtype: str) -> Quantisation:
     return Quantisation("fp8", (((LINEAR,), scheme),), ignore)
 
 
+def _read_gguf(found: Mapping[str, Any], dtype: str) -> Quantisation:
+    """Read what engine/model/gguf.py says of a file."""
+    del dtype
+    modules: Mapping[str, list[str]] = found["modules"]
+    heads = (found["heads"][0], found["heads"][1])
+    rewritten = ("q_proj", "k_proj", "v_proj") if any(heads) else ()
+    counts = {word: len(names) for word, names in modules.items() if word in GGUF_TYPES}
+    most = max(counts, key=lambda word: counts[word], default="")
+    schemes: list[tuple[tuple[str, ...], Scheme]] = []
+    ignore: list[str] = []
+    for word, names in modules.items():
+        if word == most:
+            continue
+        if word in GGUF_TYPES:
+            schemes.append((tuple(names), gguf_scheme(word, heads)))
+            continue
+        moved = tuple(name for name in names if name.endswith(rewritten) and rewritten)
+        ignore += [name for name in names if name not in moved]
+        if moved:
+            plain = Scheme(GGUF_ROWS, 16, 0, PLAIN_TYPES[word], heads=heads)
+            schemes.append((moved, plain))
+    if most:
+        tables = tuple(name for name in modules[most] if name.endswith("embed_tokens"))
+        schemes.append(((LINEAR, *tables), gguf_scheme(most, heads)))
+    if found["norms_from_one"]:
+        schemes.append((("re:.*norm",), Scheme(GGUF_NORM, 32, 0, "float32")))
+    return Quantisation("gguf", tuple(schemes), tuple(ignore))
+
+
+PLAIN_TYPES: Final = MappingProxyType({"F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+"""Types of plain elements in GGUF files and their dtype."""
 _READERS: Final = MappingProxyType(
     {
+        "gguf": _read_gguf,
         "awq": _read_awq,
         "gptq": _read_gptq,
         "compressed-tensors": _read_compressed,

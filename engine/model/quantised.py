@@ -27,6 +27,8 @@ from engine.model.formats import (
 from engine.model.schemes import (
     BITS,
     ELEMENT_BYTES,
+    GGUF_NORM,
+    GGUF_ROWS,
     LAYOUTS,
     LINEAR,
     TILE,
@@ -37,8 +39,8 @@ from engine.model.schemes import (
     why_not,
 )
 
-DUMMIES: Final = ("bytes", "float8", "order")
-"""Random bytes; draws in float8; the numbers of the elements."""
+DUMMIES: Final = ("bytes", "float8", "order", "noise")
+"""Random bytes; draws in float8; the numbers of the elements; what plain weights have."""
 _SPREAD: Final = MappingProxyType({"uint4": 4.6, "uint5": 9.2, "uint6": 18.5, "uint8": 73.9})
 """Standard deviation of values that are random bits."""
 _STD: Final = 0.02
@@ -74,6 +76,8 @@ class Source:
     """Of the names of the views."""
     row: int
     """The first row in the views."""
+    heads: int = 0
+    """Heads whose rows are put into another order; 0: they are not."""
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +91,7 @@ class Source:
     @property
     def scratch_bytes(self) -> int:
         """Memory that making it takes beside that, at most: the values in several orders."""
-        return 6 * math.prod(self.shape) + 2**20
+        return 10 * math.prod(self.shape) + 2**20
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class Grouped(Unpacked):
 
     def parameters(self, tensor: TensorSpec) -> tuple[ParamSpec, ...]:
         """List the arrays of a checkpoint that it is made from."""
-        return tuple(p for source in self.sources(tensor) for _, p in source.parameters)
+        return tuple(p for part in tensor.parts for _, p in _stored(self.scheme, part))
 
     def token_elements(self, tensor: TensorSpec) -> int:
         """Those of inputs that are brought into the order of the columns."""
@@ -159,7 +163,7 @@ class Grouped(Unpacked):
         """Yield one for each parameter."""
         row = 0
         for part in tensor.parts:
-            yield source_of(self.scheme, part, "", row)
+            yield from sources_of(self.scheme, part, row)
             row += part.shape[0]
 
     def dummies(self, tensor: TensorSpec) -> Iterator[tuple[str, float | str]]:
@@ -207,6 +211,74 @@ class Grouped(Unpacked):
             subgroup=arrays.subgroup or columns,
             offset=arrays.offset,
         )
+
+
+@dataclass(frozen=True)
+class Rewritten(Unpacked):
+    """Plain elements of a GGUF file that are put into another order, or have 1 subtracted."""
+
+    scheme: Scheme
+    dtype: str
+    """That the engine computes in."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """That of the dtype."""
+        return self.dtype
+
+    @property
+    def is_restored(self) -> bool:
+        """No: it is plain once it is made."""
+        return False
+
+    def holds(self, tensor: TensorSpec, dtype: str) -> bool:  # noqa: ARG002
+        """Whether it is the dtype that the engine computes in."""
+        return dtype == self.dtype
+
+    def num_bytes(self, tensor: ParamSpec | TensorSpec) -> int:
+        """Bytes of all elements."""
+        return FORMATS[self.dtype].num_bytes(tensor)
+
+    def views(self, tensor: TensorSpec) -> tuple[View, ...]:
+        """List the tensor itself."""
+        return FORMATS[self.dtype].views(tensor)
+
+    def products(self, ops: Operators) -> Products:
+        """Return those of plain weights."""
+        return FORMATS[self.dtype].products(ops)
+
+    def parameters(self, tensor: TensorSpec) -> tuple[ParamSpec, ...]:
+        """List its parameters."""
+        return tuple(p for part in tensor.parts for _, p in _stored(self.scheme, part))
+
+    def sources(self, tensor: TensorSpec) -> Iterator[Source]:
+        """Yield one for each parameter."""
+        row = 0
+        for part in tensor.parts:
+            yield from sources_of(self.scheme, part, row)
+            row += part.shape[0]
+
+    def dummies(self, tensor: TensorSpec) -> Iterator[tuple[str, float | str]]:  # noqa: ARG002
+        """Yield the tensor itself, which has the noise of plain ones."""
+        yield "", "noise"
+
+    def targets(
+        self,
+        tensor: TensorSpec,  # noqa: ARG002
+        views: Mapping[str, Any],  # noqa: ARG002
+    ) -> Iterable[tuple[ParamSpec, Any]]:
+        """Yield nothing: all is made of `sources`."""
+        return ()
+
+    def operand(
+        self,
+        tensor: TensorSpec,  # noqa: ARG002
+        views: Mapping[str, Any],
+        ops: Operators,  # noqa: ARG002
+        scratch: Any = None,  # noqa: ARG002
+    ) -> Any:
+        """Return the tensor itself."""
+        return views[""]
 
 
 @dataclass(frozen=True)
@@ -298,15 +370,44 @@ def _of_part(views: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     }
 
 
-def source_of(scheme: Scheme, part: ParamSpec, prefix: str, row: int) -> Source:
-    """Return how the rows of one parameter are made."""
-    rows, columns = part.shape
-    module = part.name.removesuffix(".weight")
-    stored = tuple(
-        (suffix, ParamSpec(f"{module}.{suffix}", shape, dtype=dtype))
-        for suffix, shape, dtype in arrays_of(scheme, rows, columns).stored
+def _matrix(part: ParamSpec) -> tuple[int, int]:
+    """Return rows and columns; of a vector one column."""
+    return (part.shape[0], part.shape[1] if len(part.shape) == 2 else 1)
+
+
+def _stored(scheme: Scheme, part: ParamSpec) -> tuple[tuple[str, ParamSpec], ...]:
+    """Return what a checkpoint keeps of a parameter, by suffix."""
+    return tuple(
+        (suffix, ParamSpec(f"{module_of(part)}.{suffix}", shape, dtype=dtype))
+        for suffix, shape, dtype in arrays_of(scheme, *_matrix(part)).stored
     )
-    return Source(scheme, (rows, columns), stored, prefix, row)
+
+
+_BLOCK_ELEMENTS: Final = 2**23
+"""Elements of rows that are made at a time where rows stand alone."""
+
+
+def sources_of(scheme: Scheme, part: ParamSpec, row: int) -> Iterator[Source]:
+    """Yield how the rows of one parameter are made.
+
+    Args:
+        scheme: Of the parameter.
+        part: Which.
+        row: The first of its rows in the views.
+    """
+    stored, (rows, columns) = _stored(scheme, part), _matrix(part)
+    ending = module_of(part).rpartition(".")[2]
+    heads = dict(zip(("q_proj", "k_proj"), scheme.heads, strict=True)).get(ending, 0)
+    whole = Source(scheme, (rows, columns), stored, "", row, heads)
+    step = max(1, _BLOCK_ELEMENTS // columns)
+    if not scheme.gguf_type or heads or step >= rows:
+        yield whole
+        return
+    [(suffix, parameter)] = stored
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        read = ((suffix, parameter.rows(start, stop)),)
+        yield replace(whole, shape=(stop - start, columns), parameters=read, row=row + start)
 
 
 @dataclass(frozen=True)
@@ -337,7 +438,7 @@ class Quantisation:
             unknown = sorted(set(content) - {"method", "schemes", "ignore"})
             schemes = []
             for each in content["schemes"]:
-                rest = dict(each)
+                rest = {**each, "heads": tuple(each.get("heads", (0, 0)))}
                 targets = tuple(rest.pop("targets", (LINEAR,)))
                 schemes.append((targets, Scheme(**rest)))
             found = cls(content["method"], tuple(schemes), tuple(content.get("ignore", ())))
@@ -362,6 +463,8 @@ class Quantisation:
             plain = asdict(scheme)
             defaults = asdict(Scheme(scheme.layout, scheme.bits))
             kept = {k: v for k, v in plain.items() if k in {"layout", "bits"} or v != defaults[k]}
+            if "heads" in kept:
+                kept["heads"] = list(scheme.heads)
             schemes.append(kept | ({} if targets == (LINEAR,) else {"targets": list(targets)}))
         found: dict[str, Any] = {"method": self.method, "schemes": schemes}
         return found | ({"ignore": list(self.ignore)} if self.ignore else {})
@@ -388,6 +491,8 @@ class Quantisation:
         found: dict[str, Format] = {}
         for tensor in tensors:
             if len(tensor.shape) != 2:
+                if tensor.name.endswith("norm.weight") and self._norm is not None:
+                    found[tensor.name] = Rewritten(self._norm, dtype)
                 continue
             schemes = [self.scheme_of(module_of(part)) for part in tensor.parts]
             for part, scheme in zip(tensor.parts, schemes, strict=True):
@@ -400,12 +505,15 @@ class Quantisation:
                 continue
             first = schemes[0]
             if len({*schemes}) == 1 and first and (len(schemes) == 1 or not first.ordered):
-                found[tensor.name] = Grouped(first, dtype)
+                found[tensor.name] = _format(first, dtype)
             else:
-                found[tensor.name] = Mixed(
-                    tuple(Grouped(x, dtype) if x else FORMATS[dtype] for x in schemes)
-                )
+                found[tensor.name] = Mixed(tuple(_format(scheme, dtype) for scheme in schemes))
         return found
+
+    @property
+    def _norm(self) -> Scheme | None:
+        """The scheme of norms, where they are not as they are used."""
+        return next((each for _, each in self.schemes if each.layout == GGUF_NORM), None)
 
     def as_stored(self, stored: Mapping[str, str], parts: Iterable[ParamSpec]) -> "Quantisation":
         """Return the same as the headers of a checkpoint's files have it.
@@ -428,6 +536,12 @@ class Quantisation:
             own = [name for name in names if found.scheme_of(name) == scheme]
             schemes.append((targets, _as_stored(scheme, own, stored)))
         return replace(found, schemes=tuple(schemes))
+
+
+def _format(scheme: Scheme | None, dtype: str) -> Format:
+    if scheme is None:
+        return FORMATS[dtype]
+    return (Rewritten if scheme.layout == GGUF_ROWS else Grouped)(scheme, dtype)
 
 
 def _as_stored(scheme: Scheme, modules: Iterable[str], stored: Mapping[str, str]) -> Scheme:
@@ -462,7 +576,7 @@ def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     if pattern == LINEAR:
-        return not module.endswith("embed_tokens")
+        return not module.endswith(("embed_tokens", "norm"))
     return pattern == module
 
 

@@ -18,6 +18,23 @@ ELEMENT_BYTES: Final = MappingProxyType(
         "float8_e4m3fn": 1,
     }
 )
+GGUF_TYPES: Final = MappingProxyType(
+    {
+        "Q4_0": (32, 18),
+        "Q4_1": (32, 20),
+        "Q5_0": (32, 22),
+        "Q5_1": (32, 24),
+        "Q8_0": (32, 34),
+        "Q4_K": (256, 144),
+        "Q5_K": (256, 176),
+        "Q6_K": (256, 210),
+    }
+)
+"""Quantised types of GGUF: columns of a block, and its bytes."""
+GGUF_ROWS: Final = "gguf-rows"
+"""Plain rows of a GGUF file that are put into another order."""
+GGUF_NORM: Final = "gguf-norm"
+"""Weights of norms to which a GGUF file has 1 added."""
 LINEAR: Final = "Linear"
 """A target that every matrix of a layer and the head match."""
 
@@ -35,6 +52,8 @@ class Scheme:
         ordered: Whether columns are grouped in an order of their own (g_idx).
         zeros_from_one: Whether zero points are stored less one (GPTQ's first version).
         rows: Rows of one scale; 0: all.
+        heads: Of queries and of keys, where a GGUF file keeps rows that rotate together side by
+            side; 0: it does not.
     """
 
     layout: str
@@ -45,11 +64,17 @@ class Scheme:
     ordered: bool = False
     zeros_from_one: bool = False
     rows: int = 1
+    heads: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:
         """Name in plans and records."""
-        return f"{self.layout}{self.bits}"
+        return self.layout if self.layout.startswith("gguf") else f"{self.layout}{self.bits}"
+
+    @property
+    def gguf_type(self) -> str:
+        """Type of a GGUF file; empty: of no such file."""
+        return self.layout.removeprefix("gguf-").upper() if self.layout in _GGUF_LAYOUTS else ""
 
 
 @dataclass(frozen=True)
@@ -142,8 +167,51 @@ def _bytes(scheme: Scheme, rows: int, columns: int) -> Arrays:
     )
 
 
+_GGUF_HAS: Final = MappingProxyType(
+    {
+        "Q4_1": ("low",),
+        "Q5_1": ("low",),
+        "Q4_K": ("low", "subscale", "sublow"),
+        "Q5_K": ("low", "subscale", "sublow"),
+        "Q6_K": ("subscale",),
+    }
+)
+_GGUF_OFFSETS: Final = MappingProxyType({"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32})
+_GGUF_LAYOUTS: Final = frozenset(f"gguf-{word.lower()}" for word in GGUF_TYPES)
+
+
+def _gguf(scheme: Scheme, rows: int, columns: int) -> Arrays:
+    word = scheme.gguf_type
+    block, block_bytes = GGUF_TYPES[word]
+    return Arrays(
+        f"uint{scheme.bits}",
+        (("weight", (rows, columns // block * block_bytes), "uint8"),),
+        offset=_GGUF_OFFSETS.get(word, 0),
+        has=_GGUF_HAS.get(word, ()),
+        subgroup={"Q4_K": 32, "Q5_K": 32, "Q6_K": 16}.get(word, 0),
+    )
+
+
+def gguf_scheme(word: str, heads: tuple[int, int] = (0, 0)) -> Scheme:
+    """Return the scheme of a quantised type of GGUF."""
+    bits = int(word[1])
+    return Scheme(f"gguf-{word.lower()}", bits, GGUF_TYPES[word][0], "float16", heads=heads)
+
+
+def _plain(_: Scheme, rows: int, columns: int) -> Arrays:
+    return Arrays("", (("weight", (rows, columns), None),))
+
+
+def _norm(_: Scheme, rows: int, columns: int) -> Arrays:
+    del columns
+    return Arrays("", (("weight", (rows,), None),))
+
+
 LAYOUTS: Final = MappingProxyType(
     {
+        **dict.fromkeys(_GGUF_LAYOUTS, _gguf),
+        GGUF_ROWS: _plain,
+        GGUF_NORM: _norm,
         "awq": _awq,
         "gptq": _gptq,
         "pack-quantized": _packed,
@@ -155,6 +223,9 @@ LAYOUTS: Final = MappingProxyType(
 """What each layout keeps of a matrix, by name."""
 BITS: Final = MappingProxyType(
     {
+        **{f"gguf-{word.lower()}": (int(word[1]),) for word in GGUF_TYPES},
+        GGUF_ROWS: (16,),
+        GGUF_NORM: (32,),
         "awq": (4,),
         "gptq": (4, 8),
         "pack-quantized": (4, 8),
@@ -176,6 +247,8 @@ def arrays_of(scheme: Scheme, rows: int, columns: int) -> Arrays:
 def why_not(scheme: Scheme, rows: int, columns: int) -> str:
     """Return why a matrix cannot be stored so; nothing if it can."""
     size, unit = scheme.group, 32 // scheme.bits
+    if scheme.gguf_type and columns % size:
+        return f"a multiple of {size} columns, got {columns}"
     if size and size not in {16, 32, columns} and size % TILE:
         return f"groups of 16, 32, a multiple of {TILE} or all columns, got {size}"
     if size and columns % size and scheme.layout in _WORDS:

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from engine.asked.sampling import SamplingParams
 from engine.errors import CheckpointError, EngineError, RequestError
+from engine.model.gguf import files_of, is_gguf, read_gguf
+from engine.text.gguf_tokenizer import gguf_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SAMPLING_DEFAULTS: Final = {
@@ -23,6 +25,8 @@ def load_tokenizer(folder: Path | str | None) -> Any | None:
         EngineError: transformers cannot be imported beside an installed package named kernels.
         CheckpointError: The tokenizer's files are damaged.
     """
+    if folder is not None and is_gguf(folder):
+        return _of_gguf(Path(folder))
     if folder is None or not any(Path(folder, name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
@@ -38,6 +42,18 @@ def load_tokenizer(folder: Path | str | None) -> Any | None:
             f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}). Fetch "
             "its files again, or remove them and send token ids."
         ) from error
+
+
+def _of_gguf(file: Path) -> Any | None:
+    """Return the tokenizer of a GGUF file, None without one."""
+    metadata = read_gguf(file).metadata
+    if "tokenizer.ggml.tokens" not in metadata:
+        return None
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise _clash(error) from error
+    return gguf_tokenizer(file, files_of(file)[0], metadata)
 
 
 def _classless_config(folder: Path) -> Any | None:
@@ -109,6 +125,10 @@ def eos_token_ids(folder: Path | None, vocab_size: int) -> frozenset[int]:
     """
     if folder is None:
         return frozenset()
+    if is_gguf(folder):
+        metadata = read_gguf(folder).metadata
+        ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot"))
+        return frozenset(i for i in ids if i is not None and 0 <= i < vocab_size)
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         if file.is_file():
@@ -124,7 +144,7 @@ def sampling_defaults(folder: Path | None) -> dict[str, Any]:
     Raises:
         CheckpointError: It is not an object in JSON, or a value is out of bounds.
     """
-    file = None if folder is None else folder / "generation_config.json"
+    file = None if folder is None or is_gguf(folder) else folder / "generation_config.json"
     if file is None or not file.is_file():
         return {}
     content = _object_of(file)

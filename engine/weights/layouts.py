@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.model.quantised import Source
-from engine.model.schemes import TILE
+from engine.model.schemes import GGUF_NORM, GGUF_ROWS, GGUF_TYPES, TILE
 
 Arrays = dict[str, torch.Tensor]
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -172,9 +172,115 @@ def _odd_groups(source: Source, expected: str) -> CheckpointError:
     )
 
 
+def _unrotated(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Put rows that rotate together, which follow each other, half a head apart."""
+    if not heads:
+        return rows
+    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _gguf_rows(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    return {"": _unrotated(stored["weight"], source.heads)}
+
+
+def _gguf_norm(_: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    return {"": stored["weight"] - 1}
+
+
+def _halves(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Return one float16 of each block, [N, B]."""
+    return blocks[:, :, start : start + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _nibbles(blocks: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Return values of 4 bits, all low ones of a block first: [N, B, 2 * count]."""
+    found = blocks[:, :, start : start + count]
+    return torch.cat([found & 15, found >> 4], 2)
+
+
+def _one_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Return 32 values of one bit of each block, [N, B, 32]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    return (blocks[:, :, start : start + 4, None] >> shifts & 1).flatten(2)
+
+
+def with_high(values_NK: torch.Tensor, bits: int) -> Arrays:
+    """Return values of 5 or 6 bits as kernels.arguments.Quantised keeps them.
+
+    Args:
+        values_NK: uint8, K a multiple of 32.
+        bits: of a value.
+    """
+    more, rows = bits - 4, values_NK.shape[0]
+    rest = -values_NK.shape[1] % TILE
+    high = torch.nn.functional.pad(values_NK >> 4, (0, rest)).view(rows, -1, 8 // more, 8 * more)
+    found = high[:, :, 0].clone()
+    for at in range(1, 8 // more):
+        found |= high[:, :, at] << more * at
+    return {"values": tiled(values_NK & 15), "high": found.view(rows, -1)}
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the 8 scales and minima of 6 bits of each block of Q4_K and Q5_K, [N, B * 8]."""
+    words = blocks[:, :, 4:16]
+    first, second, third = words[:, :, :4], words[:, :, 4:8], words[:, :, 8:]
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], 2)
+    lows = torch.cat([second & 63, third >> 4 | second >> 6 << 4], 2)
+    return scales.flatten(1), lows.flatten(1)
+
+
+def _gguf(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    word, num_rows = source.scheme.gguf_type, source.shape[0]
+    block_bytes = GGUF_TYPES[word][1]
+    blocks = _unrotated(stored["weight"], source.heads).view(num_rows, -1, block_bytes)
+    if word in {"Q4_K", "Q5_K"}:
+        return _k_quant(word, blocks)
+    if word == "Q6_K":
+        low = blocks[:, :, :128].reshape(num_rows, -1, 2, 64)
+        high = blocks[:, :, 128:192].reshape(num_rows, -1, 2, 1, 32)
+        shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
+        values = torch.cat([low & 15, low >> 4], 3)  # [N, B, 2, 128]
+        values = values | (high >> shifts & 3).flatten(3) << 4
+        return with_high(values.reshape(num_rows, -1), 6) | {
+            "scale": _halves(blocks, 208),
+            "subscale": blocks[:, :, 192:208].contiguous().view(torch.int8).flatten(1),
+        }
+    found = {"scale": _halves(blocks, 0)}
+    if word == "Q8_0":
+        return found | {"values": filled((blocks[:, :, 2:] ^ 128).flatten(1))}
+    start = 2
+    if word in {"Q4_1", "Q5_1"}:
+        found["low"], start = -_halves(blocks, 2), 4
+    if word in {"Q4_0", "Q4_1"}:
+        return found | {"values": tiled(_nibbles(blocks, start, 16).flatten(1))}
+    values = _nibbles(blocks, start + 4, 16) | _one_bits(blocks, start) << 4
+    return found | with_high(values.flatten(1), 5)
+
+
+def _k_quant(word: str, blocks: torch.Tensor) -> Arrays:
+    scales, lows = _k_scales(blocks)
+    found = {
+        "scale": _halves(blocks, 0),
+        "low": _halves(blocks, 2),
+        "subscale": scales.view(torch.int8),
+        "sublow": lows,
+    }
+    if word == "Q4_K":  # in the order of tiles already
+        return found | {"values": blocks[:, :, 16:].flatten(1)}
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
+    high = blocks[:, :, None, 16:48] >> shifts & 1  # [N, B, 8, 32]
+    low = blocks[:, :, 48:].reshape(*blocks.shape[:2], 4, 32)
+    values = torch.stack([low & 15, low >> 4], 3).flatten(2, 3) | high << 4
+    return found | with_high(values.reshape(blocks.shape[0], -1), 5)
+
+
 _MAKERS: Final[Mapping[str, Callable[[Source, Mapping[str, torch.Tensor]], Arrays]]] = (
     MappingProxyType(
         {
+            **{f"gguf-{word.lower()}": _gguf for word in GGUF_TYPES},
+            GGUF_ROWS: _gguf_rows,
+            GGUF_NORM: _gguf_norm,
             "awq": _awq,
             "gptq": _gptq,
             "pack-quantized": _packed,

@@ -582,6 +582,9 @@ class DummyWeights:
         """
         for view, value in dummies:
             target = views[view]
+            if value == "noise":
+                self.fill([(ParamSpec(name, tuple(target.shape)), target)])
+                continue
             if value == "bytes":
                 start = _dummy_offset(ParamSpec(f"{name}.{view}", ()), self._seed)
                 for part, values in _spread(target.view(-1), self._bytes(target.device), start):

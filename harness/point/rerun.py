@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from catalogue.files import expanded, read_json
+from engine.model.gguf import files_of, is_gguf
 from harness.config.schema import RunConfig
 from harness.folders import plain
 from harness.point.describe import config_hash
@@ -65,7 +66,8 @@ def _model_files(config: RunConfig) -> dict[str, object]:
     if config.model.path is None:
         return {}
     folder = expanded(config.model.path)
-    files = sorted(path for path in folder.glob("*") if path.is_file())
+    within = files_of(folder) if is_gguf(folder) else folder.glob("*")
+    files = sorted(path for path in within if path.is_file())
     stats = [(path.name, path.stat()) for path in files]
     return {"model": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}
 

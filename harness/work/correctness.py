@@ -16,6 +16,7 @@ from catalogue.files import read_json
 from catalogue.processes import ROOT
 from engine.asked.config import EngineConfig
 from engine.errors import RequestError
+from engine.model.gguf import files_of, is_gguf
 from harness.config.schema import CorrectnessConfig
 from harness.work.drive import Clock, Engine, OnProgress, run_requests
 from reports.record.record import write_text_atomic
@@ -142,8 +143,9 @@ def _checkpoint_identity(folder: str | None) -> list[tuple[str, int, int]]:
     if folder is None:
         return []
     found = []
-    for path in sorted(Path(folder).iterdir()):
-        if path.suffix in {".safetensors", ".json"}:
+    is_file = is_gguf(folder)
+    for path in files_of(Path(folder)) if is_file else sorted(Path(folder).iterdir()):
+        if is_file or path.suffix in {".safetensors", ".json"}:
             facts = path.stat()
             found.append((path.name, facts.st_size, facts.st_mtime_ns))
     return found

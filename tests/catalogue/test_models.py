@@ -172,7 +172,7 @@ def test_fetch_returns_a_folder_that_is_whole(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelUnavailableError, match=r"lacks \*\.safetensors\. What helps"):
         fetch(model)
-    with pytest.raises(ModelUnavailableError, match="expected a folder, found none at"):
+    with pytest.raises(ModelUnavailableError, match=r"a \.gguf file, found none at"):
         fetch(Model(name="mine", path=str(tmp_path / "no")))
 
 
