@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from catalogue.processes import python_path
+from console.settings import ConsoleSettings
 from engine.errors import ConfigError
 from server.lifecycle import EXIT_CONFIG, EXIT_USAGE
 from server.settings import ServerSettings
@@ -27,7 +28,6 @@ STOP_MARGIN_S: Final = 30
 WATCHDOG_S: Final = 600
 """Seconds without a sign of life after which a server is ended and started again; a step of a large
 model on a CPU may take minutes."""
-_NOTIFIES: Final = ("Type=notify", "NotifyAccess=main", f"WatchdogSec={WATCHDOG_S}")
 RESTART_S: Final = 10
 CRASHES: Final = 3
 """Starts within CRASH_WINDOW_S after which systemd gives up."""
@@ -119,16 +119,13 @@ def server_unit(profile: str, place: Place) -> Unit:
         ("serve", "--profile", profile),
         place,
         stop_s=ServerSettings().drain_s + STOP_MARGIN_S,
-        notifies=True,
     )
 
 
 def console_unit(place: Place) -> Unit:
     """Return the unit of `tightfit console`."""
-    stop_s = ServerSettings().drain_s + 2 * STOP_MARGIN_S  # it ends its servers first
-    return _unit(
-        CONSOLE, "Tightfit: console", "console", ("console",), place, stop_s=stop_s, notifies=False
-    )
+    stop_s = ConsoleSettings().stop_s + STOP_MARGIN_S
+    return _unit(CONSOLE, "Tightfit: console", "console", ("console",), place, stop_s=stop_s)
 
 
 def serves(text: str) -> str | None:
@@ -174,15 +171,10 @@ def _unit(
     place: Place,
     *,
     stop_s: float,
-    notifies: bool,
 ) -> Unit:
-    """Return a unit; one that notifies says itself when it is ready, and that it lives."""
     sections = {
         "Unit": _about(title, mark),
-        "Service": [
-            *(_NOTIFIES if notifies else ("Type=exec",)),
-            *_service(name.removesuffix(".service"), words, place, stop_s),
-        ],
+        "Service": _service(name.removesuffix(".service"), words, place, stop_s),
         "Install": [
             f"WantedBy={'multi-user' if place.scope == 'system' else 'default'}.target",
         ],
@@ -203,11 +195,14 @@ def _about(title: str, mark: str) -> list[str]:
 
 def _service(short: str, words: Sequence[str], place: Place, stop_s: float) -> list[str]:
     return [
+        "Type=notify",
+        "NotifyAccess=main",
         *_before(place),
         f"ExecStart={_command([sys.executable, '-P', '-m', PROGRAM, *words])}",
         *_environment(place),
         f"TimeoutStartSec={START_S}",
         f"TimeoutStopSec={stop_s:g}",
+        f"WatchdogSec={WATCHDOG_S}",
         "KillMode=mixed",
         "Restart=on-failure",
         f"RestartSec={RESTART_S}",
