@@ -32,6 +32,8 @@ CANCEL_S: Final = 90.0
 """Seconds that a cancelled test has to end its workers and write its record."""
 NUM_REQUESTS: Final = 100
 MOST_OPEN: Final = 10_000
+MOST_PROFILES: Final = 100
+"""Of a sweep."""
 PAIRS: Final = 4
 AA_PAIRS: Final = 3
 OnProgress = Callable[[Mapping[str, Any]], None]
@@ -309,7 +311,7 @@ def _profiles(model: Model, ask: Ask) -> list[Profile]:
 
 
 def _check(ask: Ask, profiles: Sequence[Profile]) -> None:
-    wanted = {"test": (1, 1), "ab": (2, 2), "sweep": (1, 100)}
+    wanted = {"test": (1, 1), "ab": (2, 2), "sweep": (1, MOST_PROFILES)}
     if ask.kind not in wanted:
         raise FieldError(
             "kind", f"kind: expected one of {', '.join(wanted)}, got {shown(ask.kind)}."
@@ -317,10 +319,10 @@ def _check(ask: Ask, profiles: Sequence[Profile]) -> None:
     least, most = wanted[ask.kind]
     names = [profile.name for profile in profiles]
     if not least <= len(names) <= most or len({*names}) < len(names):
-        some = f"{least}" if least == most else f"{least} to {most}"
+        words = {"test": "one", "ab": "two different ones", "sweep": f"at most {most}, each once"}
         raise FieldError(
             "profiles",
-            f"profiles: expected {some} different ones for {ask.kind}, got {', '.join(names)}.",
+            f"profiles: expected {words[ask.kind]} for kind {ask.kind}, got {', '.join(names)}.",
         )
     bounds: dict[str, tuple[int, int]] = {
         "num_requests": (1, 1_000_000),

@@ -156,9 +156,9 @@ def test_a_refusal_of_the_harness_is_the_reason(
     [
         (Ask(kind="other"), "kind: expected one of test, ab, sweep"),
         (Ask(profiles=["none"]), "profile: expected one of default, uva, small, got 'none'"),
-        (Ask(kind="ab", profiles=["uva"]), "expected 2 different ones for ab, got uva"),
-        (Ask(kind="ab", profiles=["uva", "uva"]), "expected 2 different ones"),
-        (Ask(profiles=["uva", "small"]), "expected 1 different ones for test"),
+        (Ask(kind="ab", profiles=["uva"]), "expected two different ones for kind ab, got uva"),
+        (Ask(kind="ab", profiles=["uva", "uva"]), "expected two different ones"),
+        (Ask(profiles=["uva", "small"]), "expected one for kind test, got uva, small"),
         (Ask(num_requests=0), "num_requests: expected an integer from 1"),
         (Ask(num_requests=True), "num_requests: expected an integer from 1"),
         (Ask(kind="ab", profiles=["uva", "small"], pairs=0), "pairs: expected an integer"),
