@@ -16,12 +16,6 @@ from console.registry.models import Models
 from console.registry.results import PAGE, Results
 from console.registry.tables import OPEN, TEST_STATUSES, Comparison, Model, Performance, TestRun
 
-LEVELS: Final[Mapping[str, tuple[str, ...]]] = {
-    "error": ("error", "critical", "traceback", "fatal"),
-    "warning": ("warn",),
-    "debug": ("debug",),
-}
-"""Level -> words that name it in a line of a log."""
 ENDED: Final = tuple(status for status in TEST_STATUSES if status not in OPEN)
 
 
@@ -33,6 +27,9 @@ class Supervisor(Protocol):
 
     def feed(self) -> AsyncIterator[Any]:
         """Yield at once, and again after each change."""
+
+    def log(self, service_id: int, after: str | None) -> tuple[list[dict[str, str]], str]:
+        """Return lines of a service's log, and where later ones begin."""
 
 
 class Sources:
@@ -135,12 +132,8 @@ class Sources:
         self._fits.close()
 
     def log(self, service_id: int) -> tuple[list[dict[str, str]], str]:
-        """Return the last lines of a service's log with their levels, and where others begin."""
-        services = self.snapshot().get("services") or []
-        tail = next(
-            (each.get("log_tail") or "" for each in services if each["id"] == service_id), ""
-        )
-        return [{"level": level_of(line), "text": line} for line in tail.splitlines()], "0"
+        """Return the lines of a service's log with their levels, and where later ones begin."""
+        return self._supervisor.log(service_id, None)
 
     def banners(self) -> list[str]:
         """Return what every page says on top."""
@@ -160,12 +153,3 @@ class Sources:
             ("Console", own),
             ("Folders", [("home", str(self.home)), ("registry", str(self._database.path))]),
         ]
-
-
-def level_of(line: str) -> str:
-    """Return the level that a line of a log names near its begin; most name none."""
-    head = line[:80].lower()
-    for level, words in LEVELS.items():
-        if any(word in head for word in words):
-            return level
-    return "info"

@@ -139,11 +139,12 @@ async function send(method, address, body) {
   return told.error ? told : { error: { message: `The console answered with status ${answer.status}.`, param: null } };
 }
 
-// Text that is empty is left out: the console then chooses.
+// A field that is empty is left out, so that the console chooses; where a form changes what there
+// is, it is null, which takes the value away.
 function valueOf(field) {
   if (field.type === "checkbox") return field.checked;
   const text = field.value.trim();
-  if (text === "") return undefined;
+  if (text === "") return field.form.dataset.method === "PATCH" && field.name.includes(".") ? null : undefined;
   return field.type === "number" || field.dataset.type === "number" ? Number(text) : text;
 }
 

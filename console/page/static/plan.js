@@ -3,29 +3,12 @@
 
 const WAIT_MS = 350;
 
-const KINDS = { fits: "good", fits_with: "warn", no_fit: "bad" };
-
-function answerOf(plan) {
-  if (plan.verdict === "fits") return `Fits ${plan.card}`;
-  if (plan.verdict === "no_fit") return `Does not fit ${plan.card}`;
-  return `Fits ${plan.card} with ${plan.choices.length ? plan.choices[0].words : "other settings"}`;
-}
-
-function priceOf(plan) {
-  const price = plan.price, parts = [];
-  if (!price) return "";
-  if (price.decode_tokens_s) parts.push(`${price.decode_tokens_s.toPrecision(3)} tokens/s for one sequence`);
-  if (price.decode_tokens_full_s) parts.push(`${price.decode_tokens_full_s.toPrecision(3)} tokens/s for ${price.full_batch} at once`);
-  if (price.load_s) parts.push(`load ${price.load_s.toPrecision(2)} s`);
-  return parts.length ? `Predicted: ${parts.join(", ")}.` : "";
-}
-
 function showPlan(form, place, told) {
   const [answer, price] = place.querySelectorAll("p");
-  place.dataset.kind = told.error ? "bad" : KINDS[told.verdict];
-  answer.textContent = told.error ? told.error.message : answerOf(told);
-  price.textContent = told.error ? "" : priceOf(told);
-  place.querySelector("pre").textContent = told.error ? "" : told.lines.join("\n");
+  place.dataset.kind = told.error ? "bad" : told.kind;
+  answer.textContent = told.error ? told.error.message : told.answer;
+  price.textContent = told.error ? "" : told.price || "";
+  place.querySelector("pre").textContent = told.error ? "" : told.why.join("\n");
   const take = place.querySelector("button");
   take.hidden = Boolean(told.error) || !Object.keys(changes(form, told)).length;
   take.onclick = () => {
@@ -60,11 +43,12 @@ for (const form of document.querySelectorAll("form[data-plan]")) {
     if (form.dataset.planModel) body.model_id = Number(form.dataset.planModel);
     if (!body.source && !body.model_id) return;
     place.setAttribute("aria-busy", "true");
-    const told = await send("POST", form.dataset.plan, { source: body.source, model_id: body.model_id, settings: body.settings ?? {} });
+    const settings = Object.fromEntries(Object.entries(body.settings ?? {}).filter(([, value]) => value !== null));
+    const told = await send("POST", form.dataset.plan, { source: body.source, model_id: body.model_id, settings });
     if (mine !== asked) return;
     place.removeAttribute("aria-busy");
     showPlan(form, place, told);
-    limitSlider(form, told.longest);
+    limitSlider(form, told.max_model_len_limit);
   };
   const soon = () => { clearTimeout(timer); timer = setTimeout(plan, WAIT_MS); };
   form.addEventListener("input", soon);

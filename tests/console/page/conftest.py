@@ -28,6 +28,11 @@ class Scripted:
     def snapshot(self) -> dict[str, Any]:
         return self.told
 
+    def log(self, service_id: int, after: str | None) -> tuple[list[dict[str, str]], str]:
+        (found,) = [each for each in self.told["services"] if each["id"] == service_id]
+        lines = (found.get("log_tail") or "").splitlines()
+        return [{"level": line.split()[0].lower(), "text": line} for line in lines], "0"
+
     async def feed(self) -> AsyncIterator[None]:
         assert not self.is_gone
         while self.is_open:

@@ -144,12 +144,11 @@ def test_a_plan_follows_typing_and_late_answers_are_dropped(browser, site):
         if longest == 1:
             time.sleep(1.0)  # answered after the next question
         return {
-            "verdict": "fits" if longest == 12 else "no_fit",
-            "card": HOSTILE,
-            "choices": [],
-            "settings": {},
+            "kind": "good" if longest == 12 else "bad",
+            "answer": f"Fits {HOSTILE}" if longest == 12 else "Does not fit",
             "price": None,
-            "lines": [f"as {longest}"],
+            "why": [f"as {longest}"],
+            "settings": {},
         }
 
     site.answers["/api/plan"] = plan
@@ -238,3 +237,18 @@ def test_keys_alone_reach_everything(browser, site):
         "return all.filter((each) => !isNamed(each)).length"
     )
     assert unnamed == 0
+
+
+def test_a_field_that_was_emptied_takes_its_setting_away(browser, site):
+    browser.open("/models/1")
+    browser.one("details:nth-of-type(2) summary").click()
+    field = browser.one("#p11-offload-gib")
+    browser.wait(field.is_displayed)
+    assert field.get_attribute("value") == "4"
+    field.clear()
+    browser.press("Save", "details:nth-of-type(2)")
+    browser.wait(lambda: any(method == "PATCH" for method, _, _ in site.asked))
+    ((_, address, body),) = [each for each in site.asked if each[0] == "PATCH"]
+    assert address == "/api/models/1"
+    assert body["profile"] == "uva4"
+    assert (body["settings"]["offload"], body["settings"]["cpu_offload_gb"]) == ("uva", None)
