@@ -111,6 +111,12 @@ def _of_profile(arguments: list[str]) -> list[str]:
         return [*arguments_of(known.profile, database), *others]  # what is given wins
 
 
+def _console(arguments: list[str]) -> int:
+    from console.run import main  # noqa: PLC0415  when it runs
+
+    return main(arguments)
+
+
 def _chat(arguments: list[str]) -> int:
     from server.chat import main  # noqa: PLC0415  when it runs
 
@@ -196,6 +202,9 @@ COMMANDS: Final = (
     ),
     Command("serve", "MODEL [FLAGS]", "answer OpenAI's clients over HTTP", _serve),
     Command("service", "VERB ...", "run a server and the console as services of systemd", _service),
+    Command(
+        "console", "[FLAGS]", "show and control models, servers and tests in the browser", _console
+    ),
     Command("chat", "[MODEL]", "talk to a server, or to a model, in the terminal", _chat),
     Command("search", "[SETTINGS]", "look for the best settings", _search),
     Command("models", "VERB ...", "add, list, set, fetch, test and remove models", _models),

@@ -59,6 +59,7 @@ class Supervisor:
         database: the registry.
         machine: tells of GPUs and memory.
         home: TIGHTFIT_HOME; logs lie below it.
+        about: what the snapshot says of the console itself.
         command: starts a server.
         limits: how long things may take.
         clock: seconds that never go back, for limits.
@@ -70,12 +71,14 @@ class Supervisor:
         machine: Machine,
         *,
         home: Path,
+        about: Mapping[str, Any] | None = None,
         command: Sequence[str] = (),
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database, self._machine = database, machine
         self._folder = home / "console"
+        self._about = dict(about or {})
         self._command = tuple(command) or module_command("server")
         self._limits, self._clock = limits or Limits(), clock
         self._models = Models(database)
@@ -154,6 +157,7 @@ class Supervisor:
         """Return all there is to show as plain data, at once; from any thread."""
         return {
             "time_s": time.time(),
+            "console": self._about,
             "services": [service.view() for service in list(self._services.values())],
             "jobs": self._jobs.to_dicts(),
             "machine": self._machine.snapshot(),
