@@ -112,7 +112,7 @@ class Tests:
             raise BusyError(
                 "stop_service",
                 f"test: expected a free GPU, got {', '.join(serving)} on it. Stop it first, or "
-                "allow it with stop_service=true.",
+                "say in the console that it may be stopped (stop_service).",
             )
         notes = [] if uses_gpu or not serving else [f"{each} runs beside it" for each in serving]
         settings = {

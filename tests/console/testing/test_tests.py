@@ -180,7 +180,7 @@ def test_a_server_on_the_gpu_is_stopped_only_when_that_is_said(
     beside = tests.queue("toy", Ask())
     assert beside.settings["notes"] == [f"main (process {process.pid}) runs beside it"]
     tests._has_gpu = lambda: True
-    with pytest.raises(BusyError, match=r"got main \(process \d+\) on it.*stop_service=true"):
+    with pytest.raises(BusyError, match=r"got main \(process \d+\) on it.*\(stop_service\)"):
         tests.queue("toy", Ask())
     assert tests.queue("toy", Ask(stop_service=True)).status == "queued"
     with database.write() as session:
