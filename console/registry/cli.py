@@ -12,7 +12,7 @@ from catalogue.entry import Model as Entry
 from catalogue.files import kept_folder, tightfit_home
 from catalogue.models import describe, fetch, find, names, own_folder, remove, state
 from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.sealed import GIB
 from server.flags import add_engine_flags, as_flags, engine_names
 
@@ -62,6 +62,9 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
     except ConfigError as error:
         say(f"error: {error}")
         return EXIT_NOT_ALL_OK if getattr(error, "is_busy", False) else EXIT_BAD_CONFIG
+    except EngineError as error:
+        say(f"error: {error}")
+        return EXIT_NOT_ALL_OK
     return EXIT_OK
 
 

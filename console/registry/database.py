@@ -10,16 +10,20 @@ from typing import Any, Final, Self
 from filelock import FileLock
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from catalogue.files import tightfit_home
 from console.registry.tables import REVISION
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 
 MIGRATIONS: Final = Path(__file__).resolve().parent / "migrations"
 BUSY_TIMEOUT_S: Final = 60
 """How long a transaction waits for those of other processes."""
+
+
+class RegistryError(EngineError):
+    """The database cannot be read or written."""
 
 
 class Database:
@@ -45,7 +49,7 @@ class Database:
         Raises:
             ConfigError: it cannot be written, is no database, or is of a newer version.
         """
-        path = path or tightfit_home() / "registry.db"
+        path = (path or tightfit_home() / "registry.db").absolute()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.with_name(f".{path.name}.lock")):
@@ -61,8 +65,15 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Give a session that sees one moment of the database; objects stay usable behind it."""
-        with Session(self._engine, expire_on_commit=False, autoflush=False) as session:
+        """Give a session that sees one moment of the database; objects stay usable behind it.
+
+        Raises:
+            RegistryError: the disk does not read it.
+        """
+        with (
+            self._telling(),
+            Session(self._engine, expire_on_commit=False, autoflush=False) as session,
+        ):
             yield session
 
     @contextmanager
@@ -70,10 +81,27 @@ class Database:
         """Give a session whose changes are committed at its end, and undone after an exception.
 
         No other process writes meanwhile: compute first, and keep it short.
+
+        Raises:
+            RegistryError: the disk is full, or does not take it; nothing is changed then.
         """
-        with Session(self._write, expire_on_commit=False) as session, session.begin():
+        with (
+            self._telling(),
+            Session(self._write, expire_on_commit=False) as session,
+            session.begin(),
+        ):
             session.connection()  # begins now: what is read here stays true until it is written
             yield session
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OperationalError as error:
+            raise RegistryError(
+                f"{self.path}: expected to read and write the registry, got: {error.orig}. Free "
+                "room on its disk, or set TIGHTFIT_HOME to another folder."
+            ) from error
 
     def version(self) -> int:
         """Return a number that is another one after a commit of any process, this one too."""
@@ -125,6 +153,15 @@ def _bring_up(path: Path, engine: Engine) -> None:
 
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    with engine.execution_options(begin="BEGIN IMMEDIATE").begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, REVISION)
+    with engine.execution_options(begin="BEGIN IMMEDIATE").connect() as connection:
+        # A migration may make a table anew; dropping the old one must not take what points to it.
+        # Inside of a transaction SQLite does not heed this.
+        plain = connection.connection.dbapi_connection
+        assert plain is not None
+        plain.execute("PRAGMA foreign_keys=OFF")
+        try:
+            with connection.begin():
+                config.attributes["connection"] = connection
+                command.upgrade(config, REVISION)
+        finally:
+            plain.execute("PRAGMA foreign_keys=ON")

@@ -2,16 +2,18 @@
 
 import contextlib
 import multiprocessing
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import func, select
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event, func, select
+from sqlalchemy.engine import URL
 
-from console.registry.database import MIGRATIONS, Database
+from console.registry.database import MIGRATIONS, Database, RegistryError
 from console.registry.models import Models
 from console.registry.results import Results
 from console.registry.tables import REVISION, Base, Service
@@ -29,9 +31,57 @@ def test_the_migrations_make_the_tables(tmp_path: Path) -> None:
 
 
 def test_the_last_migration_is_the_one_of_the_tables() -> None:
-    from alembic.script import ScriptDirectory
-
     assert ScriptDirectory(str(MIGRATIONS)).get_heads() == [REVISION]
+
+
+def test_rows_of_every_older_form_outlive_the_migrations(tmp_path: Path) -> None:
+    """Also those that point to a table which a migration makes anew."""
+    from alembic import command
+    from alembic.config import Config
+
+    revisions = [each.revision for each in ScriptDirectory(str(MIGRATIONS)).walk_revisions()]
+    for revision in revisions:
+        path = tmp_path / f"{revision}.db"
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        engine = create_engine(URL.create("sqlite", database=str(path)))
+        with engine.begin() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, revision)
+            for statement in (
+                "INSERT INTO models (name, source, kind, state, created_s, changed_s) "
+                "VALUES ('m', 's', 'hub', 'ready', 1, 1)",
+                "INSERT INTO profiles (model_id, name, is_default, settings, created_s, changed_s) "
+                "VALUES (1, 'default', 1, '{}', 1, 1)",
+                "INSERT INTO test_runs (model_id, profile_id, kind, settings, status, created_s) "
+                "VALUES (1, 1, 'test', '{}', 'finished', 1)",
+            ):
+                connection.exec_driver_sql(statement)
+        engine.dispose()
+        database = Database.open(path)
+        assert [profile.name for profile in Models(database).get("m").profiles] == ["default"]
+        assert [run.profile_id for run in Results(database).runs(1)] == [1]
+        with database.read() as session:
+            connection = session.connection()
+            assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
+            assert connection.exec_driver_sql("PRAGMA foreign_key_check").all() == []
+        database.close()
+
+
+def test_a_disk_that_takes_nothing_is_told(database: Database, models: Models) -> None:
+    with database.read() as session:
+        size = session.connection().exec_driver_sql("PRAGMA page_count").scalar()
+
+    def limit(connection: Connection) -> None:
+        connection.exec_driver_sql(f"PRAGMA max_page_count={size}")
+
+    event.listen(Engine, "begin", limit)
+    try:
+        with pytest.raises(RegistryError, match=r"registry\.db: .*disk is full\. Free room on its"):
+            models.store(models.describe("glass"), {"gpu_name": "x" * 100_000})
+    finally:
+        event.remove(Engine, "begin", limit)
+    assert models.list() == []
 
 
 def test_a_newer_database_is_refused(tmp_path: Path) -> None:
@@ -53,7 +103,7 @@ def test_the_version_is_another_one_after_a_commit(tmp_path: Path) -> None:
     database.close()
 
 
-def write(count: int, pipe: Connection, may_begin: Event) -> None:
+def write(count: int, pipe: Pipe, may_begin: Event) -> None:
     """Open the registry, store tests, and tell their ids once they are stored."""
     database = Database.open()
     results = Results(database)
