@@ -74,7 +74,9 @@ class Best:
         """How it stands against the next one, and why that settles nothing where it does not."""
         if self.next_label is None or self.gain is None:
             return "no other point has it"
-        times = f"{self.gain:.2f} times as good as {self.next_label}"
+        share = f"{self.gain:.2f}"
+        times = f"{share} times as good as" if share != "1.00" else "the same as"
+        times = f"{times} {self.next_label}"
         if self.interval is None:
             return f"{times}, but not both were repeated"
         span = f"{self.interval[0]:.3f} to {self.interval[1]:.3f}"

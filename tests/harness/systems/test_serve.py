@@ -66,7 +66,7 @@ def test_requests_are_answered_and_the_server_ends(tmp_path: Path) -> None:
         llm.close()
     assert len(children) == 2
     assert not any(child.is_running() for child in children)
-    with pytest.raises(EngineError, match="the reference is native"):
+    with pytest.raises(EngineError, match="cannot be the reference of tokens"):
         build(config(folder), progress=lambda *_: None, reference=True)
 
 
