@@ -119,6 +119,7 @@ class Penalties:
             held = self._held[row.sequence.seq_id]
             while len(held.pages) < num_pages:
                 if not self._free:
+                    # Those of these rows are the last ones, and have room beside each other.
                     _, oldest = self._held.popitem(last=False)
                     self._free += oldest.pages
                 else:

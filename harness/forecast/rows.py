@@ -138,12 +138,6 @@ class Row:
         return self.plan is not None
 
     @property
-    def moves_something(self) -> bool:
-        """Whether it fits with weights in host memory."""
-        plan = self.plan
-        return plan is not None and bool(plan.offloaded_layers or plan.outer_offloaded.num_bytes)
-
-    @property
     def weights(self) -> str:
         """What weights are kept in: checkpoint | lossless | mixed; empty where it does not fit."""
         if self.plan is None:

@@ -37,7 +37,7 @@ from harness.point.rerun import TAKEN_FROM
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
 from harness.studies.ab import Comparison, Sides, check_comparisons
 from harness.studies.run import Planned, StudyRun, check_studies
-from harness.sweep.document import Document, of_plans, of_runs
+from harness.sweep.document import Document, of_runs
 from harness.sweep.launch import FOLDER as POINTS_FOLDER
 from harness.sweep.launch import BegunPoints, ComposedPoints, launch
 from harness.sweep.track import sweep_lines
@@ -201,10 +201,7 @@ def run(line: CommandLine, document: Document | None = None) -> int:
         _check_planned(plan)
         from harness.sweep.plan import show_plans  # noqa: PLC0415  not for runs
 
-        code = show_plans(plan, check_comparisons(plan, line.config_dir))
-        if document is not None:
-            document.update(of_plans(plan))
-        return code
+        return show_plans(plan, check_comparisons(plan, line.config_dir), document)
     _check_packages(plan)
     require_room(tightfit_home())
     require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")

@@ -5,15 +5,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from catalogue.terminal import show
 from harness.folders import plain
 from harness.point.full_disk import code_of, full_disk_ends
 from reports.record.record import RunRecord
-
-if TYPE_CHECKING:
-    from harness.config.compose import Plan
 
 Document = dict[str, Any]
 
@@ -47,27 +44,3 @@ def of_runs(ended: Sequence[tuple[Path, RunRecord]], sweep: Path | None) -> Docu
     if sweep is None:
         return {"kind": "run", **(points[0] if points else {})}
     return {"kind": "sweep", "folder": str(sweep), "points": points}
-
-
-def of_plans(plan: "Plan") -> Document:
-    """Return the document of plans: for each point every way to place the weights, as plan.csv."""
-    from harness.forecast.rows import forecast  # noqa: PLC0415  not for runs
-    from harness.sweep.plan import csv_row  # noqa: PLC0415
-
-    points = []
-    for point in plan.points:
-        name = " ".join(point.overrides)
-        found = forecast(point.config, tuple(point.overrides))
-        rows = [csv_row(found, row, name) for row in found.rows]
-        best = found.recommended
-        points.append(
-            {
-                "overrides": point.overrides,
-                "fits": found.plan is not None,
-                "says": found.lines[0],
-                "best": found.best,
-                "recommended": best and best.label,
-                "ways": rows,
-            }
-        )
-    return {"kind": "plan", "points": points}

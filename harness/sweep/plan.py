@@ -1,6 +1,7 @@
 """`mode=plan`: plan every point, print it, keep a sweep's table as CSV and figure."""
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -8,7 +9,7 @@ from typing import Any, Final
 from catalogue.terminal import EXIT_OK, columns, show
 from engine.device.gpu import open_gpu
 from engine.errors import ConfigError
-from engine.plan.advise import off_gpu_bytes
+from engine.plan.advise import DEFAULT_TOKENS, off_gpu_bytes
 from engine.plan.answer import labelled, rate, wrapped
 from engine.plan.memory import UNKNOWN_HOST_BYTES, MemoryPlan
 from engine.plan.times import CONTEXT_TOKENS, rates_for
@@ -17,7 +18,6 @@ from harness.config.command import command_line, command_with
 from harness.config.compose import Plan, Point
 from harness.config.schema import SIDES, RunConfig
 from harness.forecast.cards import card_lines
-from harness.forecast.other import other_lines
 from harness.forecast.rows import (
     FOR_QUEUE,
     WITHOUT_HOST_KV,
@@ -29,6 +29,7 @@ from harness.forecast.rows import (
 from harness.point.describe import what_varies
 from harness.point.show import build_report, capacity_lines, weight_lines
 from harness.studies.ab import Sides, steps
+from harness.sweep.document import Document
 from reports.record.text import number
 
 _BAR: Final = 50
@@ -39,7 +40,7 @@ def point_lines(found: Forecast) -> list[str]:
     """Return one point as lines of text: the answer, and details where they are asked for."""
     lines, reported = [], found.config.plan.reported_kv_gib
     if reported is not None:
-        lines += other_lines(found, reported)
+        lines += _other_lines(found, reported)
     if lacks_card(found.config):
         return [*lines, *card_lines(found)]
     lines += _answer(found)
@@ -48,6 +49,42 @@ def point_lines(found: Forecast) -> list[str]:
     return [
         *lines,
         *wrapped(f"Predicted from: {_rates(found)}. plan.verbose=true shows every way."),
+    ]
+
+
+def _other_lines(found: Forecast, reported_gib: float) -> list[str]:
+    """Return what the engine that reported `reported_gib` would have to offload, as lines of text.
+
+    Its figure is of its own memory: activations, graphs and context differ from this engine's.
+    """
+    spec, most = found.spec, found.spec.max_position_embeddings
+    length = found.config.engine.max_model_len or min(most, DEFAULT_TOKENS)
+    size, need = spec.weight_bytes() / GIB, spec.kv_bytes_per_token() * length / GIB
+    sequence = f"one sequence of {length:,} tokens needs {need:.2f} GiB of KV"
+    least = math.ceil(round((need - reported_gib) * 100, 6)) / 100
+    head = f"The engine that reported {reported_gib:.2f} GiB for its KV cache: {sequence}"
+    if least <= 0:
+        return ["", *wrapped(f"{head}. That fits, so no weights have to leave the GPU.")]
+    name = found.config.model.source.repo or found.config.model.name
+    text = f"{head}. {least:.2f} GiB are missing; it has to offload at least as much:"
+    if least > size:
+        return [
+            "",
+            *wrapped(
+                f"{head}. {least:.2f} GiB are missing, more than the {size:.2f} GiB of its weights."
+            ),
+        ]
+    vllm = f"vllm serve {name} --cpu-offload-gb {least:g} --max-model-len {length}"
+    room = math.floor((size - least) * 100) / 100
+    limits = f'{{0: "{room:g}GiB", "cpu": "{math.ceil(least + 1)}GiB"}}'
+    accelerate = f'device_map="auto", max_memory={limits}'
+    note = "The figure above describes that engine's memory, those below describe this engine's."
+    return [
+        "",
+        *wrapped(text),
+        *labelled("vLLM", vllm, " \\"),
+        *labelled("accelerate", accelerate),
+        *labelled("Note", note),
     ]
 
 
@@ -366,14 +403,17 @@ _PREDICTED: Final = (
 )
 
 
-def show_plans(plan: Plan, sides: Sides | None = None) -> int:
+def show_plans(plan: Plan, sides: Sides | None = None, document: Document | None = None) -> int:
     """Print the plan of every point, or of both sides of a comparison; return the exit code.
 
+    What was planned is put into `document` as data.
     Raises ConfigError where settings contradict each other, the model's sizes are not known, or
     nothing that is asked for is of this project's engine.
     """
     if sides is not None:
-        return _show_sides(plan.points[0], sides)
+        found = _show_sides(plan.points[0], sides)
+        _put(document, found)
+        return EXIT_OK
     varying = what_varies([point.overrides for point in plan.points])
     names = [" ".join(text.lstrip("+") for text in own) or str(n) for n, own in enumerate(varying)]
     named = list(zip(plan.points, names, strict=True))
@@ -384,6 +424,7 @@ def show_plans(plan: Plan, sides: Sides | None = None) -> int:
     if plan.multirun:
         _check_cards(own)
     found = [forecast(point.config, tuple(point.overrides)) for point, _ in own]
+    _put(document, found)
     if not plan.multirun:
         (only,) = found
         show(point_lines(only))
@@ -399,6 +440,24 @@ def show_plans(plan: Plan, sides: Sides | None = None) -> int:
     lines += problems or [f"  as a figure: {path.with_suffix('.png')}"]
     show(lines)
     return EXIT_OK
+
+
+def _put(document: Document | None, found: Sequence[Forecast]) -> None:
+    """Put into a document, for each point, every way to place the weights, as plan.csv has them."""
+    if document is None:
+        return
+    document["kind"] = "plan"
+    document["points"] = [
+        {
+            "overrides": list(item.overrides),
+            "fits": item.plan is not None,
+            "says": item.lines[0],
+            "best": item.best,
+            "recommended": item.recommended and item.recommended.label,
+            "ways": [csv_row(item, row, " ".join(item.overrides)) for row in item.rows],
+        }
+        for item in found
+    ]
 
 
 def _check_cards(own: Sequence[tuple[Point, str]]) -> None:
@@ -426,7 +485,7 @@ def _refuse_peer(config: RunConfig) -> None:
         )
 
 
-def _show_sides(point: Point, sides: Sides) -> int:
+def _show_sides(point: Point, sides: Sides) -> list[Forecast]:
     ab = point.config.ab
     assert ab is not None
     for side in sides:
@@ -440,7 +499,7 @@ def _show_sides(point: Point, sides: Sides) -> int:
             command_line(point.overrides),
         )
     )
-    return EXIT_OK
+    return found
 
 
 def write_csv(path: Path, found: Sequence[Forecast], names: Sequence[str]) -> None:

@@ -323,8 +323,9 @@ def _loaded(kernel: Kernel, index: int, shared_bytes: int) -> Any:
         _checked(driver, driver.cuFuncSetAttribute(function, limit, shared_bytes))
     except CudaError as error:
         raise CudaError(
-            f"{_named(kernel, card)}: the driver did not load it ({error}). Update NVIDIA's driver "
-            "to one that runs your PyTorch's version of CUDA."
+            f"{_named(kernel, card)}: expected the driver to load it with {shared_bytes} bytes of "
+            f"shared memory a block, got: {error}. Update NVIDIA's driver to one that runs your "
+            "PyTorch's version of CUDA."
         ) from error
     return function
 

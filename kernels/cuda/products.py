@@ -6,6 +6,7 @@ bits; nor does it change among 1 to 16 tokens, 17 to 32, or 33 to 64.
 
 import functools
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -21,6 +22,10 @@ _MOST_WARPS = 24
 """Warps that the registers of a multiprocessor hold."""
 _FEW_TILES, _SOME_TILES = 264, 640
 """Tiles of 16 rows up to which a card is only filled where many warps share the inputs of a row."""
+
+
+TOKEN_TILES: Final = {8: 1, 16: 2, 32: 4, MAX_SMALL_TOKENS: 8}
+"""The tiles of 8 tokens of a kernel, by the most tokens that it serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,7 @@ def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_c
         is_gated: whether they are gates and ups.
         has_codes: whether weights are codes.
     """
-    num_tiles = 1 if num_tokens <= 8 else 2 if num_tokens <= 16 else 4 if num_tokens <= 32 else 8
+    num_tiles = next(tiles for most, tiles in TOKEN_TILES.items() if num_tokens <= most)
     tiles = num_rows // 16
     is_wide = card.is_hopper and num_tiles == 8 and tiles > _FEW_TILES
     if is_wide:
@@ -178,7 +183,7 @@ def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_c
 
 
 @functools.cache
-def _launch_shape(
+def launch_shape(
     num_tokens: int,
     num_rows: int,
     device: torch.device,
@@ -196,6 +201,44 @@ def _launch_shape(
     return kernel, blocks, tile.shared_bytes(has_codes=has_codes, is_gated=is_gated)
 
 
+def kernels_of(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_gated: bool,
+    has_codes: bool,
+    max_tokens: int,
+) -> set[Kernel]:
+    """Return the kernels that `linear` launches with a weight, so that they can be compiled before.
+
+    Args:
+        shape: of the weight.
+        dtype: of the tokens.
+        device: where they run.
+        is_gated: whether its rows are gates and then as many ups.
+        has_codes: whether it is in codes.
+        max_tokens: of a product.
+    """
+    num_rows, size_in = shape
+    if dtype == torch.float32 or not _fills_tiles(num_rows, size_in, device, is_gated=is_gated):
+        return set()
+    is_half = dtype == torch.float16
+    counts = [most for most in TOKEN_TILES if most < max_tokens]
+    counts.append(min(max_tokens, MAX_SMALL_TOKENS))
+    shapes = (launch_shape(n, num_rows, device, is_gated, has_codes, is_half) for n in counts)
+    return {kernel for kernel, *_ in shapes}
+
+
+def _fills_tiles(num_rows: int, size_in: int, device: torch.device, *, is_gated: bool) -> bool:
+    """Whether a weight fills the tiles, on a card that has what the kernels need."""
+    return (
+        capability(device) >= LEAST_CAPABILITY
+        and num_rows % (32 if is_gated else 16) == 0
+        and size_in % 64 == 0
+    )
+
+
 def can_run(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool) -> bool:
     """Tell whether a plain weight fills the tiles, on a card that has what the kernels need.
 
@@ -206,9 +249,7 @@ def can_run(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool) -> bool:
     """
     num_rows, size_in = weight.shape
     return (
-        capability(x.device) >= LEAST_CAPABILITY
-        and num_rows % (32 if is_gated else 16) == 0
-        and size_in % 64 == 0
+        _fills_tiles(num_rows, size_in, x.device, is_gated=is_gated)
         and weight.stride(0) % 8 == 0
         and weight.data_ptr() % 16 == 0
     )
@@ -255,7 +296,7 @@ def linear(
     args.out, args.rows, args.is_gelu = out.data_ptr(), size_out, is_gelu
     args.bias = None if bias is None else bias.data_ptr()
     is_half = x_TK.dtype == torch.float16
-    shape = _launch_shape(num_tokens, num_rows, device, is_gated, has_codes, is_half)
+    shape = launch_shape(num_tokens, num_rows, device, is_gated, has_codes, is_half)
     launch(*shape, args, device)
     return out
 

@@ -174,15 +174,14 @@ def kernels_of(
         is_gated: as there.
         max_tokens: as there.
     """
-    if device.type != "cuda":
-        return set()
-    from kernels.cuda import ahead
+    found = plain.kernels_of(
+        shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens, has_codes=True
+    )
+    if device.type != "cuda" or max_tokens <= MAX_SMALL_TOKENS:
+        return found
     from kernels.cuda.codes import RESTORE
 
-    found: set[Any] = ahead.kernels_of(
-        shape, dtype, device, is_gated=is_gated, has_codes=True, max_tokens=max_tokens
-    )
-    return found | ({RESTORE} if max_tokens > MAX_SMALL_TOKENS else set())
+    return found | {RESTORE}
 
 
 def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> torch.Tensor:

@@ -111,8 +111,9 @@ def kernels_of(
     *,
     is_gated: bool,
     max_tokens: int,
+    has_codes: bool = False,
 ) -> set[Any]:
-    """Return the CUDA kernels that products with a weight launch: kernels.cuda.ahead compiles them.
+    """Return the CUDA kernels that products with a weight launch, to be compiled before.
 
     Args:
         shape: [N, K] of the weight.
@@ -120,13 +121,14 @@ def kernels_of(
         device: where they run; on a CPU there are none.
         is_gated: whether rows are gates and then as many ups.
         max_tokens: of a product.
+        has_codes: whether the weight is in codes.
     """
     if device.type != "cuda":
         return set()
-    from kernels.cuda import ahead
+    from kernels.cuda.products import kernels_of
 
-    return ahead.kernels_of(
-        shape, dtype, device, is_gated=is_gated, has_codes=False, max_tokens=max_tokens
+    return kernels_of(
+        shape, dtype, device, is_gated=is_gated, has_codes=has_codes, max_tokens=max_tokens
     )
 
 

@@ -1,6 +1,7 @@
 """Writes reports: pages as HTML and Markdown, their figures, and tables as CSV."""
 
 import base64
+import functools
 import hashlib
 import os
 import re
@@ -248,6 +249,7 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
+@functools.cache
 def _environment(*, is_html: bool) -> Environment:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),

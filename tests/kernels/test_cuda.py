@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.compile_time import LISTENER, Compilation, CudaError
-from kernels.cuda import ahead, driver, products
+from kernels.cuda import driver, products
 from kernels.cuda.codes import RESTORE
 from kernels.cuda.driver import Kernel
 from kernels.ops import codes, linear
@@ -75,7 +75,7 @@ def test_tokens_of_any_layout_are_handed_over_as_rows(begin, layout, monkeypatch
         read.extend(list(words[row * args.x_stride :][:64]) for row in range(3))
 
     monkeypatch.setattr(products, "launch", launch)
-    monkeypatch.setattr(products, "_launch_shape", lambda *_: (Kernel("narrow", 32), 1, 0))
+    monkeypatch.setattr(products, "launch_shape", lambda *_: (Kernel("narrow", 32), 1, 0))
     products.linear(x, torch.zeros((16, 64), dtype=torch.bfloat16), None)
     assert read == x.contiguous().view(torch.int16).tolist()
 
@@ -111,10 +111,9 @@ def test_what_is_compiled_ahead_is_what_products_launch(capability, is_half, mon
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(products, "max_shared_bytes", lambda _: CARDS[capability] * KIB)
-    for module in (products, ahead):
-        monkeypatch.setattr(module, "capability", lambda _: capability)
-    shape_of = products._launch_shape.__wrapped__
-    monkeypatch.setattr(ahead, "_launch_shape", shape_of)
+    monkeypatch.setattr(products, "capability", lambda _: capability)
+    shape_of = products.launch_shape.__wrapped__
+    monkeypatch.setattr(products, "launch_shape", shape_of)
     device, dtype = torch.device("cuda", 0), torch.float16 if is_half else torch.bfloat16
     for rows, is_gated in itertools.product((32, 4096, 22016), (False, True)):
         for most in (1, 20, 64, 2048):
@@ -132,7 +131,7 @@ def test_what_is_compiled_ahead_is_what_products_launch(capability, is_half, mon
     wide = {"is_gated": False, "max_tokens": 64}
     assert not linear.kernels_of((32, 64), torch.float32, device, **wide)
     assert not linear.kernels_of((32, 64), dtype, torch.device("cpu"), **wide)
-    monkeypatch.setattr(ahead, "capability", lambda _: (7, 5))
+    monkeypatch.setattr(products, "capability", lambda _: (7, 5))
     assert not linear.kernels_of((32, 64), dtype, device, **wide)
 
 

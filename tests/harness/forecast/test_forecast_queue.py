@@ -56,7 +56,7 @@ def test_it_is_recommended_where_the_objective_is_a_queue(composer: Composer) ->
     assert re.search(r"Run it tightfit run .* planner.objective=throughput", text)
     roomy = found_of(composer, "offload=auto", QUEUE, "gpu.memory_gib=40")
     assert roomy.recommended is not None
-    assert not roomy.recommended.moves_something
+    assert roomy.recommended.host_weights_bytes == 0
 
 
 def test_what_makes_the_room_that_is_asked_for_is_recommended(composer: Composer) -> None:
@@ -68,7 +68,7 @@ def test_what_makes_the_room_that_is_asked_for_is_recommended(composer: Composer
     assert best.plan.kv_tokens >= 9000
     little = found_of(composer, "offload=auto", "planner.kv_tokens=900", "scenario=latency")
     assert little.recommended is not None
-    assert not little.recommended.moves_something
+    assert little.recommended.host_weights_bytes == 0
 
 
 def test_one_request_at_a_time_shows_no_queue(composer: Composer) -> None:
