@@ -144,14 +144,14 @@ def identify(folder: Path | None, load_format: str) -> dict[str, Any]:
     path = None if folder is None else str(folder)
     if folder is None or load_format == "dummy":
         return {"source": "random", "path": path}
-    if is_gguf(folder):
+    wheel = read_json((folder.parent if is_gguf(folder) else folder) / PROVENANCE_FILE)
+    if is_gguf(folder) and not {"package", "version", "sha256"} <= wheel.keys():
         header = repr(sorted(read_gguf(folder).metadata.items())).encode()
         return {
             "source": "folder",
             "path": path,
             "config_sha256": hashlib.sha256(header).hexdigest(),
         }
-    wheel = read_json(folder / PROVENANCE_FILE)
     if {"package", "version", "sha256"} <= wheel.keys():
         requirement = f"{wheel['package']}=={wheel['version']}"
         return {

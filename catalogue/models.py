@@ -26,7 +26,7 @@ from catalogue.hub import (
     own_repository,
     snapshots,
 )
-from catalogue.packages import ensure_package_model, is_converted
+from catalogue.packages import ensure_package_model, is_converted, model_path
 from engine.errors import CheckpointError, ConfigError, did_you_mean
 from engine.model.checkpoint import ModelFolder, read_config, read_folder
 from engine.model.gguf import config_of, is_gguf, read_gguf
@@ -99,7 +99,7 @@ def state(model: Model) -> State:
         folder = expanded(model.path)
         is_whole = not missing_files(folder)
     elif model.source.kind == "package":
-        folder = models_folder() / model.name
+        folder = model_path(model.name, model.source)
         is_whole = is_converted(model.name, model.source)
     elif model.source.kind == "hub":
         found = min(
@@ -154,7 +154,8 @@ def fetch(model: Model, *, report: Callable[[str], None] = logger.info) -> Path 
     if model.path is not None:
         return _check_folder(model, expanded(model.path).resolve())
     if model.source.kind == "package":
-        return ensure_package_model(model.name, model.source, report=report)
+        ensure_package_model(model.name, model.source, report=report)
+        return model_path(model.name, model.source)
     return ensure_hub_model(model.name, model.source, report=report)
 
 

