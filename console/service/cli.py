@@ -28,8 +28,10 @@ from console.service.units import (
     server_unit,
     serves,
 )
+from console.settings import ConsoleSettings
 from engine.errors import ConfigError
 from reports.record.record import write_text_atomic
+from server.flags import parse, parse_settings
 
 EXIT_REFUSED: Final = 1
 """systemd refused."""
@@ -55,7 +57,9 @@ def main(arguments: Sequence[str], runner: Runner = run_command) -> int:
     Raises:
         ConfigError: The command line is wrong, or the units cannot be written.
     """
-    options = _parser().parse_args(list(arguments))
+    own, flags = _split(arguments)
+    options = _parser().parse_args(own)
+    options.flags = flags
     try:
         return _carry_out(options, runner)
     except ServiceError as error:
@@ -63,10 +67,18 @@ def main(arguments: Sequence[str], runner: Runner = run_command) -> int:
         return EXIT_REFUSED
 
 
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what is said to this command, and behind -- to the one that a unit runs."""
+    words = list(arguments)
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tightfit service",
         description="Run a profile's server and the console as services of systemd.",
+        epilog="install --only server|console -- FLAGS hands flags on, such as --port 8001.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in VERBS.items():
@@ -98,6 +110,8 @@ def _carry_out(options: argparse.Namespace, runner: Runner) -> int:
         return _status(options, Systemd(scope, runner))
     if options.verb == "install":
         return _install(options, Systemd(scope, runner))
+    if options.flags:
+        raise ConfigError(f"service: expected -- with install alone, got {options.verb}.")
     names = _names(options)
     if options.verb == "uninstall":
         return _uninstall(options, names, Systemd(scope, runner))
@@ -142,17 +156,20 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _install(options: argparse.Namespace, systemd: Systemd) -> int:
+    if options.flags and options.only is None:
+        raise ConfigError(
+            f"service: expected --only server or --only console before -- {options.flags[0]}, "
+            "which one of them takes."
+        )
     names, folder = _names(options), units_folder(options.scope)
     place = _place(options)
     units = [
-        console_unit(place) if name == CONSOLE else server_unit(options.profile, place)
-        for name in names
+        _console(options, place) if name == CONSOLE else _server(options, place) for name in names
     ]
     if options.dry_run:
         for unit in units:
             _print([f"# {folder / unit.name}", unit.text])
         return 0
-    _check_profile(options)
     for unit in units:
         _check_free(folder / unit.name, unit)
     if place.account is not None:
@@ -189,11 +206,19 @@ def _place(options: argparse.Namespace) -> Place:
     )
 
 
-def _check_profile(options: argparse.Namespace) -> None:
-    """Raise ConfigError where the registry has no such profile; that of an account is not read."""
-    if options.scope == "user" and options.profile is not None:
+def _server(options: argparse.Namespace, place: Place) -> Unit:
+    """Return a server's unit; the registry of another account is not read."""
+    asked: list[str] = [options.profile]
+    if options.scope == "user" and not options.dry_run:
         with closing(Database.open()) as database:
-            arguments_of(options.profile, database)
+            asked = arguments_of(options.profile, database)
+    settings = parse([*asked, *options.flags], "tightfit serve").server
+    return server_unit(options.profile, place, options.flags, drain_s=settings.drain_s)
+
+
+def _console(options: argparse.Namespace, place: Place) -> Unit:
+    settings = parse_settings(ConsoleSettings, options.flags, "tightfit console", "")
+    return console_unit(place, options.flags, stop_s=settings.stop_s)
 
 
 def _check_account(name: str) -> None:

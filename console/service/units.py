@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from catalogue.processes import python_path
-from console.settings import ConsoleSettings
 from engine.errors import ConfigError
 from server.lifecycle import EXIT_CONFIG, EXIT_USAGE
-from server.settings import ServerSettings
 
 Scope = Literal["user", "system"]
 PROGRAM: Final = "tightfit"
@@ -110,22 +108,35 @@ def server_name(profile: str) -> str:
     return check_name(f"{PREFIX}server-{re.sub(r'[^A-Za-z0-9_.-]', '-', profile)}.service")
 
 
-def server_unit(profile: str, place: Place) -> Unit:
-    """Return the unit of `tightfit serve --profile PROFILE`."""
+def server_unit(profile: str, place: Place, flags: Sequence[str] = (), *, drain_s: float) -> Unit:
+    """Return the unit of `tightfit serve --profile PROFILE`.
+
+    Args:
+        profile: As `tightfit serve` takes it.
+        place: Where it runs.
+        flags: Further ones.
+        drain_s: Seconds that requests may go on after a stop.
+    """
     return _unit(
         server_name(profile),
         f"Tightfit: server of {profile}",
         profile,
-        ("serve", "--profile", profile),
+        ("serve", "--profile", profile, *flags),
         place,
-        stop_s=ServerSettings().drain_s + STOP_MARGIN_S,
+        stop_s=drain_s + STOP_MARGIN_S,
     )
 
 
-def console_unit(place: Place) -> Unit:
-    """Return the unit of `tightfit console`."""
-    stop_s = ConsoleSettings().stop_s + STOP_MARGIN_S
-    return _unit(CONSOLE, "Tightfit: console", "console", ("console",), place, stop_s=stop_s)
+def console_unit(place: Place, flags: Sequence[str] = (), *, stop_s: float) -> Unit:
+    """Return the unit of `tightfit console`, whose servers have `stop_s` seconds to end."""
+    return _unit(
+        CONSOLE,
+        "Tightfit: console",
+        "console",
+        ("console", *flags),
+        place,
+        stop_s=stop_s + STOP_MARGIN_S,
+    )
 
 
 def serves(text: str) -> str | None:

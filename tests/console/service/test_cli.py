@@ -104,6 +104,16 @@ def test_dry_run_prints_and_changes_nothing(
     assert systemd.calls == []
 
 
+def test_flags_behind_two_dashes_are_the_programs(folder: Path, systemd: Fake) -> None:
+    words = ["--only", "server", "--", "--port", "8001", "--drain-s", "100"]
+    assert install(systemd, *words) == 0
+    text = (folder / SERVER).read_text(encoding="utf-8")
+    assert '"--profile" "7b" "--port" "8001" "--drain-s" "100"\n' in text
+    assert "TimeoutStopSec=130\n" in text
+    assert cli.main(["install", "--only", "console", "--", "--port", "7001"], systemd) == 0
+    assert '"console" "--port" "7001"\n' in (folder / CONSOLE).read_text(encoding="utf-8")
+
+
 def test_start_gives_a_unit_that_failed_a_new_beginning(folder: Path, systemd: Fake) -> None:
     install(systemd)
     systemd.calls.clear()
@@ -175,6 +185,9 @@ def test_a_refusal_of_systemd_is_told(
         (["install", "--profile", "7b", "--account", "x"], "expected --system beside --account x"),
         (["install", "--profile", "7b", "--system", "--account", "no one"], "found no no one"),
         (["install", "--profile", "7b/none"], "profile: expected one of default, x, got 'none'"),
+        (["install", "--profile", "7b", "--", "--port", "1"], "expected --only server or"),
+        (["install", "--profile", "7b", "--only", "server", "--", "--prt", "1"], "mean --port"),
+        (["stop", "--profile", "7b", "--", "--port", "1"], "expected -- with install alone"),
         (["start", "--profile", "7b"], "got none"),
         (["status", "--profile", "7b"], "got none"),
     ],

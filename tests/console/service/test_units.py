@@ -12,9 +12,7 @@ import pytest
 
 from console.service import units
 from console.service.units import Place, Scope, Unit, console_unit, quoted, server_unit
-from console.settings import ConsoleSettings
 from engine.errors import ConfigError
-from server.settings import ServerSettings
 
 ODD = 'a b/100% "own" $HOME \\ \u00fc'
 
@@ -36,7 +34,7 @@ def entries(unit: Unit) -> dict[str, str]:
 def test_systemd_takes_the_units(scope: Scope, tmp_path: Path) -> None:
     home = tmp_path / ODD
     place = place_of(scope, home)
-    made = [server_unit("7b/fast", place), console_unit(place)]
+    made = [server_unit("7b/fast", place, drain_s=30), console_unit(place, stop_s=60)]
     for unit in made:
         (tmp_path / unit.name).write_text(unit.text, encoding="utf-8")
     done = subprocess.run(
@@ -53,16 +51,16 @@ def test_systemd_takes_the_units(scope: Scope, tmp_path: Path) -> None:
 
 
 def test_the_server_is_watched_drained_and_not_started_for_ever(tmp_path: Path) -> None:
-    found = entries(server_unit("7b/fast", place_of("user", tmp_path)))
+    found = entries(server_unit("7b/fast", place_of("user", tmp_path), drain_s=30))
     assert found["Type"] == "notify"
     assert found["KillMode"] == "mixed"
     assert found["Restart"] == "on-failure"
     assert found["RestartPreventExitStatus"].split() == ["2", "78"]
     assert found["LimitMEMLOCK"] == "infinity"
     assert int(found["WatchdogSec"]) > 0
-    assert float(found["TimeoutStopSec"]) > ServerSettings().drain_s
-    console = entries(console_unit(place_of("user", tmp_path)))
-    assert float(console["TimeoutStopSec"]) > ConsoleSettings().stop_s
+    assert float(found["TimeoutStopSec"]) > 30
+    console = entries(console_unit(place_of("user", tmp_path), stop_s=60))
+    assert float(console["TimeoutStopSec"]) > 60
     # Three starts, each as long as it takes to fail at once, lie within the window.
     window_s, burst = int(found["StartLimitIntervalSec"]), int(found["StartLimitBurst"])
     assert burst * int(found["RestartSec"]) < window_s
@@ -71,7 +69,7 @@ def test_the_server_is_watched_drained_and_not_started_for_ever(tmp_path: Path) 
 
 def test_a_unit_of_the_system_has_its_own_account_and_writes_in_one_folder(tmp_path: Path) -> None:
     place = Place(scope="system", home=tmp_path, account="tf", modprobe="/usr/bin/nvidia-modprobe")
-    unit = server_unit("7b", place)
+    unit = server_unit("7b", place, drain_s=30)
     found = entries(unit)
     assert found["User"] == "tf"
     assert found["ProtectSystem"] == "strict"
@@ -88,7 +86,7 @@ def test_the_program_is_found_from_any_folder(
 ) -> None:
     monkeypatch.setattr(units, "python_path", lambda _: "/a checkout")
     monkeypatch.setattr(sys, "executable", "/a $venv/50%/python")
-    unit = server_unit("7b", place_of("user", tmp_path))
+    unit = server_unit("7b", place_of("user", tmp_path), drain_s=30)
     assert 'Environment="PYTHONPATH=/a checkout"' in unit.text
     assert 'ExecStart="/a $venv/50%%/python" "-P"' in unit.text
 
@@ -108,16 +106,16 @@ def test_words_stand_as_they_are(word: str, text: str) -> None:
 
 
 def test_dollars_of_arguments_are_no_variables(tmp_path: Path) -> None:
-    unit = server_unit("7b", place_of("user", tmp_path))
+    unit = server_unit("7b", place_of("user", tmp_path), drain_s=30)
     assert "$" not in unit.text
     assert '"$$HOME"' in units._command(["/bin/true", "$HOME"])
 
 
 def test_lines_cannot_be_smuggled_in(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="control characters"):
-        server_unit("7b\nExecStartPre=/bin/sh", place_of("user", tmp_path))
+        server_unit("7b\nExecStartPre=/bin/sh", place_of("user", tmp_path), drain_s=30)
     with pytest.raises(ConfigError, match="control characters"):
-        server_unit("7b", place_of("user", tmp_path / "a\nb"))
+        server_unit("7b", place_of("user", tmp_path / "a\nb"), drain_s=30)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +128,7 @@ def test_no_other_unit_is_named(name: str) -> None:
 
 
 def test_a_unit_says_what_it_serves(tmp_path: Path) -> None:
-    unit = server_unit("50%/x", place_of("user", tmp_path))
+    unit = server_unit("50%/x", place_of("user", tmp_path), drain_s=30)
     assert unit.name == "tightfit-server-50--x.service"
     assert units.serves(unit.text) == unit.serves == "50%/x"
     assert units.serves("[Unit]\n") is None
