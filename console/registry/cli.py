@@ -19,7 +19,7 @@ from server.flags import add_engine_flags, as_flags, engine_names
 if TYPE_CHECKING:
     from console.registry.proposals import Proposal
     from console.registry.registry import Registry
-    from console.registry.tables import Model, Profile
+    from console.registry.tables import Model, Performance, Profile
     from engine.model.spec import ModelSpec
 
 VERBS: Final = ("list", "show", "add", "set", "test", "fetch", "pack", "remove", "scan", "home")
@@ -296,7 +296,7 @@ def _described(registry: "Registry", row: "Model", card: str | None) -> Answer:
         ("folder", row.path or "-"),
         *_sizes(spec_of(row), row.weights_bytes or 0),
         *(_profile_row(profile) for profile in row.profiles),
-        *((f"{each.part} on {each.card}", _words(each.metrics)) for each in measured),
+        *_measured_rows(measured, row),
         *((f"test {run.id}", f"{run.kind}, {run.status}") for run in runs),
     ]
     plain = _plain(row) | {
@@ -316,6 +316,32 @@ def _described(registry: "Registry", row: "Model", card: str | None) -> Answer:
 def _profile_row(profile: "Profile") -> tuple[str, str]:
     mark = " (default)" if profile.is_default and profile.name != "default" else ""
     return f"profile {profile.name}{mark}", _words(profile.settings)
+
+
+def _measured_rows(measured: "Sequence[Performance]", row: "Model") -> list[tuple[str, str]]:
+    """Return what was measured last, a row for each profile and card."""
+    from reports.record.metrics import found, metric_text  # noqa: PLC0415  when there is some
+
+    profiles: dict[int | None, str] = {profile.id: profile.name for profile in row.profiles}
+    metrics: dict[tuple[str, str], dict[str, Any]] = {}
+    for each in measured:
+        whose = profiles.get(each.profile_id, "a removed profile")
+        metrics.setdefault((whose, each.card), {}).update(each.metrics)
+    return [
+        (
+            f"measured, {profile}",
+            ", ".join(
+                [
+                    card,
+                    *(
+                        f"{metric.label} {metric_text(metric.name, values[metric.name])}"
+                        for metric in found("sweep", [values])
+                    ),
+                ]
+            ),
+        )
+        for (profile, card), values in metrics.items()
+    ]
 
 
 def _home(_: argparse.Namespace) -> Iterator[Answer]:

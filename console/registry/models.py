@@ -1,5 +1,6 @@
 """Models: adds models to the registry, lists them, keeps their settings, and removes them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from catalogue.entry import ModelSource
 from catalogue.files import expanded
 from catalogue.models import State, describe, find, named, state
 from console.registry.checks import (
+    MOST_CHARACTERS,
     FieldError,
     check_name,
     check_settings,
@@ -113,7 +115,7 @@ class Models:
 
     def describe_entry(self, entry: Entry, name: str | None = None) -> Model:
         """Return the row of a model of the catalogue that is to be added; it is not stored."""
-        found = check_name("name", entry.name if name is None else name)
+        found = check_name("name", short_name(entry.name) if name is None else name)
         with self._database.read() as session:
             _check_new(session, found, identity_of(entry))
         row = _described(entry)
@@ -216,6 +218,12 @@ class Models:
                     "one the default first.",
                 )
             row.profiles.remove(found)
+
+
+def short_name(text: str) -> str:
+    """Return a name that `check_name` takes, for a folder or a repository called otherwise."""
+    kept = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)
+    return re.sub(r"\.{2,}", ".", kept).strip("._-")[:MOST_CHARACTERS] or "model"
 
 
 def default_of(model: Model) -> Profile:

@@ -114,6 +114,8 @@ def test_every_answer_is_there_as_json(models_command: Command, tmp_path: Path, 
     assert (found["tests"][0]["status"], found["performance"][0]["card"]) == ("finished", "CPU")
     assert found["plan"]["verdict"] == "fits"
     assert found["plan"]["measured"][0]["settings"] == {"max_num_seqs": 4}
+    _, out, _ = models_command("show", "m")
+    assert "measured, default  CPU, output 12.5 tok/s\n" in out
     _, found, _ = models_command("set", "m", "--propose", "--json")
     assert found["profiles"][0]["settings"] == {"max_num_seqs": 4}  # as measured
     _, found, _ = models_command("scan", "--json")

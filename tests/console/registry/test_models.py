@@ -110,6 +110,16 @@ def test_names_are_taken_whatever_their_case(models: Models, tmp_path: Path) -> 
         models.add(str(checkpoint(tmp_path / "x")), name="GLASS")
 
 
+def test_a_folder_called_otherwise_gets_a_name(models: Models, tmp_path: Path) -> None:
+    assert (
+        models.describe(
+            str(checkpoint(tmp_path / "my mod\N{LATIN SMALL LETTER E WITH ACUTE}l..1"))
+        ).name
+        == "my_mod_l.1"
+    )
+    assert models.describe(str(checkpoint(tmp_path / "(...)"))).name == "model"
+
+
 def test_a_revision_is_of_a_hub_s_repository_alone(models: Models) -> None:
     with pytest.raises(FieldError, match="revision: expected one of a hub's repository alone"):
         models.add("glass", revision="main")
