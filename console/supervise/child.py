@@ -4,19 +4,17 @@ The child has a session of its own. The kernel ends it when the console ends, ho
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Final
+from typing import IO, Final
 
 import psutil
 
 from catalogue.processes import ending_with_us, start_child
-from console.registry.tables import Model
 from console.supervise.log import MOST_CHARACTERS, Log
 
 LAST_LINES_S: Final = 1.0
@@ -27,25 +25,6 @@ _LISTENS: Final = re.compile(r"^listening on (https?://\S+),")
 """How `tightfit serve` says that it has its port."""
 
 
-def arguments_of(model: Model, settings: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of `tightfit serve` for a model of the registry and a profile."""
-    found = [model.path or model.source, "--served-model-name", model.name]
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        match value:
-            case None:
-                pass
-            case bool():
-                found.append(f"--{flag}" if value else f"--no-{flag}")
-            case list() | tuple():
-                found += [f"--{flag}", *map(str, value)]
-            case dict():
-                found += [f"--{flag}", json.dumps(value)]
-            case _:
-                found += [f"--{flag}={value}"]
-    return found
-
-
 class Child:
     """One process of a server, from its start to its end.
 
@@ -53,10 +32,18 @@ class Child:
         command: that is started.
         log: gets its lines.
         on_change: called on other threads when it listens, and when it has ended.
+        environ: added to this process's environment.
     """
 
-    def __init__(self, command: Sequence[str], log: Log, on_change: Callable[[], None]) -> None:
-        self.command = list(command)
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Log,
+        on_change: Callable[[], None],
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.command, self._environ = list(command), environ or {}
         self._log, self._on_change = log, on_change
         self._begun, self._ended = threading.Event(), threading.Event()
         self._error: OSError | None = None
@@ -96,7 +83,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 # The console's service manager is no concern of its.
-                environ={"NOTIFY_SOCKET": "", "PYTHONUNBUFFERED": "1"},
+                environ={"NOTIFY_SOCKET": "", "PYTHONUNBUFFERED": "1", **self._environ},
             )
         except OSError as error:
             self._error = error
@@ -143,12 +130,13 @@ class Child:
 
 def kill_tree(pid: int) -> None:
     """Kill a process that leads a group, the group, and all below it; wait for those below."""
-    below: list[psutil.Process] = []
+    first, below = [], []
     with contextlib.suppress(psutil.Error):
-        below = psutil.Process(pid).children(recursive=True)
+        first = [psutil.Process(pid)]
+        below = first[0].children(recursive=True)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    for process in below:
+    for process in (*first, *below):
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(below, timeout=KILL_S)

@@ -1,18 +1,21 @@
 """Jobs: what the supervisor was asked to do; one at a time for each thing that it changes."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from console.registry.checks import BusyError
 from engine.errors import EngineError
 
 KEPT: Final = 50
 """Jobs that have ended and are still shown."""
+Found = TypeVar("Found")
 logger = logging.getLogger("console")
 
 
@@ -114,8 +117,9 @@ class Jobs:
         key: str,
         arguments: Mapping[str, Any],
         service_id: int | None = None,
+        turn: asyncio.Lock | None = None,
     ) -> Job:
-        """Begin a job; the same one again is the one that runs.
+        """Begin a job, once it has its turn; the same one again is the one that runs.
 
         Raises:
             BusyError: another job changes the same thing.
@@ -131,14 +135,18 @@ class Jobs:
             service_id=service_id,
         )
         self._jobs[job.id] = job
-        self._tasks[job.id] = asyncio.create_task(self._run(job, work))
+        self._tasks[job.id] = asyncio.create_task(self._run(job, work, turn))
         self._on_change()
         return job
 
-    async def _run(self, job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
-        job.state = "running"
+    async def _run(
+        self, job: Job, work: Callable[[Job], Awaitable[None]], turn: asyncio.Lock | None
+    ) -> None:
         try:
-            await work(job)
+            async with turn or contextlib.nullcontext():
+                job.state = "running"
+                self._on_change()
+                await work(job)
         except asyncio.CancelledError:
             job.state, job.reason = "failed", "it was given up for another job"
         except EngineError as error:
@@ -190,3 +198,34 @@ class Jobs:
         ended = [job.id for job in self._jobs.values() if not job.is_open]
         for number in ended[:-KEPT]:
             del self._jobs[number]
+
+
+async def in_thread(work: Callable[[], Found]) -> Found:
+    """Return what a function returns that may take minutes; its thread does not hold up the end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Found] = loop.create_future()
+
+    def settle(found: Found | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(found)  # type: ignore[arg-type]
+
+    def run() -> None:
+        found, error = None, None
+        try:
+            found = work()
+        except BaseException as raised:  # noqa: BLE001  it is raised where it is awaited
+            error = raised
+        call_on(loop, lambda: settle(found, error))
+
+    threading.Thread(target=run, name="job", daemon=True).start()
+    return await future
+
+
+def call_on(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Call a function on a loop, from another thread; not where the loop has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)

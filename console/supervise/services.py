@@ -3,50 +3,30 @@
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.orm import Session
 
 from console.registry.checks import FieldError
 from console.registry.database import Database
+from console.registry.flags import flags_of, source_of
 from console.registry.stale import is_alive
 from console.registry.tables import Model, Profile, Service
-from console.supervise.child import Child, arguments_of, holds_command, kill_tree
-from console.supervise.jobs import JobError
+from console.supervise.child import Child, holds_command, kill_tree
+from console.supervise.figures import Figures, effective_of, holds_of
+from console.supervise.jobs import JobError, call_on
 from console.supervise.log import Log, last_words
 from server.lifecycle import EXIT_CONFIG, EXIT_USAGE
-from server.settings import API_KEY_VARIABLE, ServerSettings
+from server.settings import ServerSettings
 
 Plain = dict[str, Any]
-RATE_S: Final = 5.0
-"""Seconds over which tokens per second are counted."""
 logger = logging.getLogger("console")
-_GAUGES: Final = {
-    "running": "vllm:num_requests_running",
-    "waiting": "vllm:num_requests_waiting",
-    "kv_usage": "vllm:kv_cache_usage_perc",
-    "link_share": "tightfit:link_share",
-    "host_blocks": "tightfit:kv_host_blocks",
-    "host_blocks_used": "tightfit:kv_host_blocks_used",
-    "preemptions": "vllm:num_preemptions_total",
-}
-"""Figure of the load -> metric of the server."""
-_COUNTERS: Final = {
-    "prefill_tokens_s": "tightfit:prefill_tokens_total",
-    "decode_tokens_s": "tightfit:decode_tokens_total",
-}
-"""Rate -> the metric that counts for it."""
-_METRICS: Final = (*_GAUGES.values(), *_COUNTERS.values())
-_COUNTS: Final = frozenset({"running", "waiting", "host_blocks", "host_blocks_used", "preemptions"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,20 +109,24 @@ def asked_of(session: Session, profile_id: int | None) -> Asked:
         profile_id=profile.id,
         profile=profile.name,
         settings=dict(profile.settings),
-        arguments=arguments_of(model, profile.settings),
-        refusal=_lacking(model, profile),
+        **_command_of(model, profile),
     )
 
 
-def _lacking(model: Model, profile: Profile) -> str | None:
-    """Return why a model cannot be served."""
+def _command_of(model: Model, profile: Profile) -> Plain:
+    """Return the arguments that serve a model, or why it cannot be served."""
     is_here = model.path is not None and model.state not in {"missing", "downloading"}
-    if is_here or profile.settings.get("load_format") == "dummy":
-        return None
-    return (
-        f"model: expected one whose weights are on this machine, got {model.name}, which is "
-        f"{model.state}{f' ({model.reason})' if model.reason else ''}. Download it first."
-    )
+    if not is_here and profile.settings.get("load_format") != "dummy":
+        why = f" ({model.reason})" if model.reason else ""
+        return {
+            "refusal": f"model: expected one whose weights are on this machine, got {model.name}, "
+            f"which is {model.state}{why}. Download it first."
+        }
+    try:
+        source = source_of(model)
+    except FieldError as error:
+        return {"refusal": str(error)}
+    return {"arguments": [source, "--served-model-name", model.name, *flags_of(profile.settings)]}
 
 
 class OwnService:
@@ -166,6 +150,8 @@ class OwnService:
         self.log = Log(site.folder / "logs" / f"{row.name}.log")
         self._child: Child | None = None
         self._life: asyncio.Task[None] | None = None
+        self._why: str | None = None
+        """What it was ended for."""
         self._storing = asyncio.Lock()
         self._ending = asyncio.Event()
         self._stirred = asyncio.Event()
@@ -173,7 +159,7 @@ class OwnService:
         self._running: Asked | None = None
         """What the process was started with."""
         self._load: Plain | None = None
-        self._counts: deque[tuple[float, dict[str, float]]] = deque()
+        self._figures = Figures(site.client)
         self._effective: Plain | None = None
         self.info: Plain = {}
         """What the server says of itself at /info."""
@@ -228,18 +214,7 @@ class OwnService:
 
     def holds(self) -> Plain | None:
         """Return what the process holds of the machine, as it says; None: it does not say."""
-        memory = self.info.get("memory") or {}
-        if self.pid is None or not memory:
-            return None
-        items = memory.get("gpu_items") or {}
-        return {
-            "pid": self.pid,
-            "gpu_uuid": memory.get("gpu_uuid"),
-            "weights_bytes": items.get("weights"),
-            "kv_bytes": items.get("kv_cache"),
-            "budget_bytes": memory.get("gpu_budget_bytes"),
-            "pinned_bytes": memory.get("host_pinned_bytes"),
-        }
+        return holds_of(self.pid, self.info)
 
     def view(self) -> Plain:
         """Return all that pages show, as plain data."""
@@ -295,16 +270,20 @@ class OwnService:
         if self.asked.refusal is not None:
             raise FieldError(self.asked.refusal.partition(":")[0], self.asked.refusal)
 
-    async def resume(self) -> None:
-        """Find out what is true when the console starts, and start what ran."""
+    async def resume(self, held: str | None = None) -> None:
+        """Find out what is true when the console starts, and start what ran.
+
+        Args:
+            held: why it is not started yet; `revive` does so later.
+        """
         await asyncio.to_thread(self._end_left, self._row_pid, self._row_pid_started_s)
         await self._store(pid=None, pid_started_s=None)
         if self._was_failed:
             self._tail = (self._was_tail or "").splitlines()
             self._enter("failed", self._was_reason)
             return
-        if self.wanted == "stopped":
-            self._enter("stopped")
+        if self.wanted == "stopped" or held is not None:
+            self._enter("stopped", held if self.wanted == "running" else None)
         elif self.auto_restart and self.asked.refusal is None:
             self._begin()
         else:
@@ -350,11 +329,17 @@ class OwnService:
         self.wanted = "stopped"
         await self.end()
 
-    async def end(self) -> None:
+    def revive(self) -> None:
+        """Begin to start it again where that is wanted, and it was ended for something else."""
+        if self._life is None and self.wanted == "running" and self.state == "stopped":
+            self._begin()
+
+    async def end(self, why: str | None = None) -> None:
         """End the process, and leave what is wanted as it is."""
         life, child = self._life, self._child
+        self._why = why
         if life is None:
-            self._enter("stopped")
+            self._enter("stopped", why)
             await self._store_state()
             return
         self._ending.set()
@@ -432,7 +417,7 @@ class OwnService:
             await self._store_state()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), self._limits.restart_s)
-        return "stopped", None
+        return "stopped", self._why
 
     def _recent(self) -> list[float]:
         """Return when it failed of late."""
@@ -447,12 +432,7 @@ class OwnService:
             return Failure(reason=asked.refusal, is_permanent=True)
         loop = asyncio.get_running_loop()
         command = [*self._site.command, *asked.arguments, "--port", str(self.port)]
-
-        def stir() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._stirred.set)
-
-        child = Child(command, self.log, stir)
+        child = Child(command, self.log, lambda: call_on(loop, self._stirred.set))
         self._reset_looks()
         self._enter("loading", self.reason, phase="start")
         try:
@@ -500,12 +480,12 @@ class OwnService:
     def _reset_looks(self) -> None:
         self._answered_s = self._progressed_s = self._site.clock()
         self._bytes_done = self._bytes_total = self._told_reason = None
-        self._counts.clear()
+        self._figures.forget()
 
     async def _look(self, child: Child) -> str | None:
         """Ask a server how it is; return why it is to be ended, None where it is well."""
         now_s = self._site.clock()
-        health = None if child.url is None else await self._get(f"{child.url}/health")
+        health = None if child.url is None else await self._figures.health(child.url)
         if self._ending.is_set():
             return None
         if health is not None:
@@ -539,7 +519,7 @@ class OwnService:
 
     async def _become_ready(self, child: Child) -> None:
         load_s = time.time() - self._since_s
-        info = await self._get(f"{child.url}/info")
+        info = await self._figures.info(str(child.url))
         if self._ending.is_set():
             return
         self._enter("ready")
@@ -551,46 +531,10 @@ class OwnService:
         self._site.on_change()
 
     async def _take_load(self, child: Child) -> None:
-        text = await self._fetch(f"{child.url}/metrics")
-        if text is not None and self.state == "ready":
-            self._load = self._load_of(text)
+        load = await self._figures.load(str(child.url))
+        if load is not None and self.state == "ready":
+            self._load = load
         self._site.on_change()
-
-    def _load_of(self, text: str) -> Plain:
-        values, now_s = metric_values(text), time.time()
-        found: Plain = {"time_s": now_s}
-        for name, metric in _GAUGES.items():
-            value = values.get(metric)
-            found[name] = int(value) if value is not None and name in _COUNTS else value
-        self._counts.append((now_s, values))
-        while len(self._counts) > 2 and now_s - self._counts[1][0] > RATE_S:
-            self._counts.popleft()
-        first_s, first = self._counts[0]
-        for name, metric in _COUNTERS.items():
-            spent_s, total, before = now_s - first_s, values.get(metric), first.get(metric)
-            is_known = total is not None and before is not None and spent_s > 0
-            found[name] = max(0.0, total - before) / spent_s if is_known else None  # type: ignore[operator]
-        return found
-
-    async def _get(self, url: str) -> Plain | None:
-        text = await self._fetch(url)
-        if text is None:
-            return None
-        try:
-            found = httpx.Response(200, text=text).json()
-        except ValueError:
-            return None
-        return found if isinstance(found, dict) else None
-
-    async def _fetch(self, url: str) -> str | None:
-        """Return what a server answers; None where it does not."""
-        key = os.environ.get(API_KEY_VARIABLE, "").strip()
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        try:
-            answer = await self._site.client.get(url, headers=headers)
-        except httpx.HTTPError:
-            return None
-        return answer.text if answer.status_code in {200, 503} else None
 
     # The row.
 
@@ -619,32 +563,3 @@ class OwnService:
             row = session.get(Service, self.id)
             for name, value in columns.items() if row is not None else ():
                 setattr(row, name, value)
-
-
-def metric_values(text: str) -> dict[str, float]:
-    """Return the sums of the metrics that are shown, from Prometheus' text format."""
-    lines = [line for line in text.splitlines() if line.startswith(_METRICS)]
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families("\n".join([*lines, ""])):
-        for sample in family.samples:
-            found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
-
-
-def effective_of(info: Plain) -> Plain:
-    """Return the settings in force, as a server's /info has them; what it does not say is None."""
-    memory, placed = info.get("memory") or {}, info.get("placement_bytes")
-    host, blocks = memory.get("host_items"), info.get("num_gpu_blocks")
-    kv_host = None if host is None else host.get("pinned_kv", 0) + host.get("pageable_kv", 0)
-    off = None if placed is None else sum(placed.values()) - placed.get("resident", 0)
-    return {
-        "model": info.get("model"),
-        "dtype": info.get("dtype"),
-        "offload": info.get("backend"),
-        "offload_bytes": off,
-        "max_model_len": info.get("max_model_len"),
-        "max_num_seqs": info.get("max_num_seqs"),
-        "kv_tokens": None if blocks is None else blocks * info["block_size"],
-        "kv_host_bytes": kv_host,
-        "budget_bytes": memory.get("gpu_budget_bytes"),
-    }

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,12 @@ from console.registry.checks import FieldError, check_settings, shown, spec_of
 from console.registry.database import Database
 from console.registry.models import Models
 from console.registry.tables import Model, Profile, Service
+from console.supervise.discover import Discovery, Listener, listeners
 from console.supervise.jobs import Job, Jobs
 from console.supervise.log import level_of
 from console.supervise.services import Asked, Limits, OwnService, Site, asked_of
+from console.supervise.tasks import FETCH, Tasks
+from console.testing.tests import Tests
 from engine.errors import ConfigError
 
 MAIN: Final = "main"
@@ -28,6 +32,8 @@ COALESCE_S: Final = 0.2
 """Least seconds between two changes that a feed tells."""
 QUIET_S: Final = 2.0
 """Seconds after which a feed tells of the machine, whose samples are changes too."""
+_STARTING: Final = ("start", "restart", "switch", "set_context")
+"""Actions that start a server."""
 Work = Callable[[Job], Awaitable[None]]
 Given = Mapping[str, Any]
 """Arguments of an action."""
@@ -63,6 +69,9 @@ class Supervisor:
         command: starts a server.
         limits: how long things may take.
         clock: seconds that never go back, for limits.
+        tests: runs tests.
+        fetch: command that downloads the model whose name follows.
+        list_listeners: returns who listens on this machine.
     """
 
     def __init__(
@@ -75,15 +84,30 @@ class Supervisor:
         command: Sequence[str] = (),
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tests: Tests | None = None,
+        fetch: Sequence[str] = FETCH,
+        list_listeners: Callable[[], list[Listener]] = listeners,
     ) -> None:
         self._database, self._machine = database, machine
         self._folder = home / "console"
-        self._about = dict(about or {})
         self._command = tuple(command) or module_command("server")
         self._limits, self._clock = limits or Limits(), clock
         self._models = Models(database)
         self._jobs = Jobs(self._changed)
         self._services: dict[int, OwnService] = {}
+        self._tasks = Tasks(
+            database,
+            self._jobs,
+            home=home,
+            limits=self._limits,
+            services=lambda: list(self._services.values()),
+            tests=tests or Tests(database),
+            fetch=fetch,
+        )
+        self._discovery = Discovery(
+            self._own_pids, on_change=self._changed, list_listeners=list_listeners
+        )
+        self._about = dict(about or {})
         self._client: httpx.AsyncClient | None = None
         self._lock: FileLock | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -112,8 +136,10 @@ class Supervisor:
         for row in rows:
             self._services[row.id] = await asyncio.to_thread(OwnService, row, site)
         await self._refresh()
+        held = "a test runs" if await self._tasks.recover() else None
         for service in self._services.values():
-            await service.resume()
+            await service.resume(held)
+        self._discovery.start()
         self._looking = asyncio.create_task(self._look())
 
     async def close(self) -> None:
@@ -122,6 +148,7 @@ class Supervisor:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
+        await self._discovery.close()
         await self._jobs.close()
         await asyncio.gather(*(service.close() for service in self._services.values()))
         if self._client is not None:
@@ -157,12 +184,17 @@ class Supervisor:
         """Return all there is to show as plain data, at once; from any thread."""
         return {
             "time_s": time.time(),
-            "console": self._about,
             "services": [service.view() for service in list(self._services.values())],
             "jobs": self._jobs.to_dicts(),
             "machine": self._machine.snapshot(),
-            "foreign": [],
+            "foreign": [_foreign(each) for each in self._discovery.snapshot()],
+            "console": self._about,
         }
+
+    def _own_pids(self) -> set[int]:
+        """Return this process and its servers, which are no foreign ones."""
+        pids = (service.pid for service in self._services.values())
+        return {os.getpid(), *(pid for pid in pids if pid is not None)}
 
     def log(self, service_id: int, after: str | None = None) -> tuple[list[dict[str, str]], str]:
         """Return lines of a service's log, and where the next ones begin; from any thread.
@@ -215,21 +247,29 @@ class Supervisor:
         Args:
             action: start, stop, restart, reset (service_id); switch (service_id, profile_id);
                 set_context (service_id, max_model_len); set_auto_restart (service_id,
-                auto_restart).
+                auto_restart); download (model_id); delete (model_id, keep_files); test
+                (profile_id, num_requests, stop_service); ab (profile_a_id, profile_b_id,
+                num_requests, stop_service); sweep (model_id, num_requests, stop_service);
+                cancel_test (test_id).
             **asked: arguments of the action.
 
         Raises:
             BusyError: another job changes the same thing.
             FieldError: there is no such action, or an argument is refused.
-            LookupError: there is no such service or profile.
+            LookupError: there is none with an id.
         """
-        actions = self._actions()
-        if action not in actions:
-            raise FieldError(
-                "action", f"action: expected one of {', '.join(actions)}, got {shown(action)}."
-            )
-        kinds, begin = actions[action]
+        of_models, of_services = self._tasks.actions(), self._actions()
+        if action in of_models:
+            kinds, task = of_models[action]
+            _check_arguments(action, asked, kinds)
+            return await task(action, asked)
+        if action not in of_services:
+            names = ", ".join([*of_services, *of_models])
+            raise FieldError("action", f"action: expected one of {names}, got {shown(action)}.")
+        kinds, begin = of_services[action]
         _check_arguments(action, asked, kinds)
+        if action in _STARTING:
+            self._tasks.check_free(action)
         service = self._service(asked["service_id"])
         key = _key(service)
         running = self._jobs.open_job(key)
@@ -387,6 +427,11 @@ class Supervisor:
         with self._database.read() as session:
             rows = session.scalars(select(Service).where(Service.id.in_(list(self._services))))
             return {row.id: asked_of(session, row.profile_id) for row in rows}
+
+
+def _foreign(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a foreign server with its models in words; None: it does not say."""
+    return {**found, "model": ", ".join(found["models"] or []) or None}
 
 
 def _key(service: OwnService) -> str:

@@ -28,7 +28,7 @@ SPEC = {
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "num_kv_heads": 2,
+    "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
 }
@@ -121,6 +121,7 @@ async def supervising(
     machine: NoMachine | None = None,
     command: Sequence[str] = COMMAND,
     clock: Callable[[], float] = time.monotonic,
+    more: Mapping[str, Any] | None = None,
     **limits: Any,
 ) -> AsyncIterator[Supervisor]:
     """A supervisor whose service takes a free port."""
@@ -133,6 +134,7 @@ async def supervising(
         command=command,
         limits=replace(QUICK, **limits),
         clock=clock,
+        **{"list_listeners": list, **(more or {})},
     )
     await supervisor.start()
     try:
