@@ -76,6 +76,7 @@ def test_help_lists_every_command(typed: list[str], capsys: pytest.CaptureFixtur
     [
         (["pln"], "got 'pln'. Did you mean tightfit plan?"),
         (["qqq"], "got 'qqq'. tightfit help lists them."),
+        (["nonsense"], "got 'nonsense'. tightfit help lists them."),
         (["gpu=cpu", "-m"], "Did you mean: tightfit run gpu=cpu -m"),
     ],
 )
