@@ -329,7 +329,7 @@ class OwnService:
         self.wanted = "stopped"
         await self.end()
 
-    def revive(self) -> None:
+    async def revive(self) -> None:
         """Begin to start it again where that is wanted, and it was ended for something else."""
         if self._life is None and self.wanted == "running" and self.state == "stopped":
             self._begin()

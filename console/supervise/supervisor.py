@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,11 +18,15 @@ from console.registry.checks import FieldError, check_settings, shown, spec_of
 from console.registry.database import Database
 from console.registry.models import Models
 from console.registry.tables import Model, Profile, Service
+from console.service.systemd import Runner, run_command
+from console.service.units import Scope
 from console.supervise.discover import Discovery, Listener, listeners
 from console.supervise.jobs import Job, Jobs
 from console.supervise.log import level_of
 from console.supervise.services import Asked, Limits, OwnService, Site, asked_of
-from console.supervise.tasks import FETCH, Tasks
+from console.supervise.tasks import FETCH, Served, Tasks
+from console.supervise.units import LOOK_S as UNITS_S
+from console.supervise.units import Units, find_units
 from console.testing.tests import Tests
 from engine.errors import ConfigError
 
@@ -39,7 +44,8 @@ Given = Mapping[str, Any]
 """Arguments of an action."""
 Begun = tuple[Work, Given]
 """What a job does, and its arguments for people."""
-Begin = Callable[[OwnService, Given], Awaitable[Begun]]
+Begin = Callable[[Served, Given], Awaitable[Begun]]
+logger = logging.getLogger("console")
 
 
 class Machine(Protocol):
@@ -72,6 +78,8 @@ class Supervisor:
         tests: runs tests.
         fetch: command that downloads the model whose name follows.
         list_listeners: returns who listens on this machine.
+        list_units: returns scope, name and profile of units that serve one.
+        run_systemctl: runs systemctl and journalctl.
     """
 
     def __init__(
@@ -87,6 +95,8 @@ class Supervisor:
         tests: Tests | None = None,
         fetch: Sequence[str] = FETCH,
         list_listeners: Callable[[], list[Listener]] = listeners,
+        list_units: Callable[[], list[tuple[Scope, str, str]]] = find_units,
+        run_systemctl: Runner = run_command,
     ) -> None:
         self._database, self._machine = database, machine
         self._folder = home / "console"
@@ -94,13 +104,15 @@ class Supervisor:
         self._limits, self._clock = limits or Limits(), clock
         self._models = Models(database)
         self._jobs = Jobs(self._changed)
-        self._services: dict[int, OwnService] = {}
+        self._own: dict[int, OwnService] = {}
+        self._units: Units | None = None
+        self._list_units, self._run_systemctl = list_units, run_systemctl
         self._tasks = Tasks(
             database,
             self._jobs,
             home=home,
             limits=self._limits,
-            services=lambda: list(self._services.values()),
+            services=self._services,
             tests=tests or Tests(database),
             fetch=fetch,
         )
@@ -110,7 +122,7 @@ class Supervisor:
         self._about = dict(about or {})
         self._client: httpx.AsyncClient | None = None
         self._lock: FileLock | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._looking: list[asyncio.Task[None]] = []
         self._waiting: set[asyncio.Event] = set()
         self._is_closed = False
         self._version: int | None = None
@@ -134,23 +146,31 @@ class Supervisor:
         )
         rows = await asyncio.to_thread(self._read_rows)
         for row in rows:
-            self._services[row.id] = await asyncio.to_thread(OwnService, row, site)
+            self._own[row.id] = await asyncio.to_thread(OwnService, row, site)
+        self._units = Units(
+            self._database,
+            self._client,
+            runner=self._run_systemctl,
+            find=self._list_units,
+        )
         await self._refresh()
         held = "a test runs" if await self._tasks.recover() else None
-        for service in self._services.values():
+        for service in self._own.values():
             await service.resume(held)
         self._discovery.start()
-        self._looking = asyncio.create_task(self._look())
+        looks = ((self._look, self._limits.look_s), (self._look_at_units, UNITS_S))
+        self._looking = [asyncio.create_task(_repeat(*each)) for each in looks]
 
     async def close(self) -> None:
         """End jobs and processes; what is wanted stays for the next start."""
         self._is_closed = True
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait([self._looking])
+        for looking in self._looking:
+            looking.cancel()
+        if self._looking:
+            await asyncio.wait(self._looking)
         await self._discovery.close()
         await self._jobs.close()
-        await asyncio.gather(*(service.close() for service in self._services.values()))
+        await asyncio.gather(*(service.close() for service in self._own.values()))
         if self._client is not None:
             await self._client.aclose()
         if self._lock is not None:
@@ -184,7 +204,7 @@ class Supervisor:
         """Return all there is to show as plain data, at once; from any thread."""
         return {
             "time_s": time.time(),
-            "services": [service.view() for service in list(self._services.values())],
+            "services": [service.view() for service in self._services()],
             "jobs": self._jobs.to_dicts(),
             "machine": self._machine.snapshot(),
             "foreign": [_foreign(each) for each in self._discovery.snapshot()],
@@ -193,7 +213,7 @@ class Supervisor:
 
     def _own_pids(self) -> set[int]:
         """Return this process and its servers, which are no foreign ones."""
-        pids = (service.pid for service in self._services.values())
+        pids = (service.pid for service in self._services())
         return {os.getpid(), *(pid for pid in pids if pid is not None)}
 
     def log(self, service_id: int, after: str | None = None) -> tuple[list[dict[str, str]], str]:
@@ -218,7 +238,7 @@ class Supervisor:
         """
         if service_id is not None:
             return self._service(service_id).base_url
-        urls = (service.base_url for service in list(self._services.values()))
+        urls = (service.base_url for service in self._services())
         return next((url for url in urls if url is not None), None)
 
     async def feed(self) -> AsyncIterator[None]:
@@ -304,32 +324,37 @@ class Supervisor:
             "set_auto_restart": (service | {"auto_restart": bool}, self._set_auto_restart),
         }
 
-    def _service(self, service_id: int) -> OwnService:
-        service = self._services.get(service_id)
+    def _services(self) -> list[Served]:
+        """Return all services, those of our own first."""
+        units = {} if self._units is None else self._units.services
+        return [*list(self._own.values()), *list(units.values())]
+
+    def _service(self, service_id: int) -> Served:
+        service = next((each for each in self._services() if each.id == service_id), None)
         if service is None:
             raise LookupError(f"service: expected the id of one that there is, got {service_id}.")
         return service
 
-    async def _start(self, service: OwnService, _: Given) -> Begun:
+    async def _start(self, service: Served, _: Given) -> Begun:
         await self._refresh()
         if not service.is_up:
             service.check_startable()
         return lambda job: self._told(job, service, service.start()), {}
 
-    async def _stop(self, service: OwnService, _: Given) -> Begun:
+    async def _stop(self, service: Served, _: Given) -> Begun:
         return lambda _: service.stop(), {}
 
-    async def _restart(self, service: OwnService, _: Given) -> Begun:
+    async def _restart(self, service: Served, _: Given) -> Begun:
         await self._refresh()
         service.check_startable()
         return lambda job: self._anew(job, service), {}
 
-    async def _anew(self, job: Job, service: OwnService) -> None:
+    async def _anew(self, job: Job, service: Served) -> None:
         self._jobs.tell(job, "stopping")
         await service.end()
         await self._told(job, service, service.start())
 
-    async def _told(self, job: Job, service: OwnService, work: Awaitable[None]) -> None:
+    async def _told(self, job: Job, service: Served, work: Awaitable[None]) -> None:
         """Do something while a job's phase follows the service."""
         task = asyncio.ensure_future(work)
         try:
@@ -343,14 +368,16 @@ class Supervisor:
         finally:
             self._jobs.tell(job, service.phase)
 
-    async def _reset(self, service: OwnService, _: Given) -> Begun:
+    async def _reset(self, service: Served, _: Given) -> Begun:
         return lambda _: service.reset(), {}
 
-    async def _set_auto_restart(self, service: OwnService, asked: Given) -> Begun:
+    async def _set_auto_restart(self, served: Served, asked: Given) -> Begun:
+        service = _own(served, "set_auto_restart")
         is_on = asked["auto_restart"]
         return lambda _: service.set_auto_restart(is_on), {"auto_restart": is_on}
 
-    async def _switch(self, service: OwnService, asked: Given) -> Begun:
+    async def _switch(self, served: Served, asked: Given) -> Begun:
+        service = _own(served, "switch")
         profile_id = asked["profile_id"]
         found = await asyncio.to_thread(self._read_asked, profile_id)
         if found.refusal is not None:
@@ -372,7 +399,8 @@ class Supervisor:
                 )
             return asked_of(session, profile_id)
 
-    async def _set_context(self, service: OwnService, asked: Given) -> Begun:
+    async def _set_context(self, served: Served, asked: Given) -> Begun:
+        service = _own(served, "set_context")
         await self._refresh()
         service.check_startable()
         found, length = service.asked, {"max_model_len": asked["max_model_len"]}
@@ -400,21 +428,22 @@ class Supervisor:
 
     async def _look(self) -> None:
         """Follow the registry, and tell the machine what is served."""
-        while True:
-            await asyncio.sleep(self._limits.look_s)
-            await self._refresh()
-            served = [found for each in self._services.values() if (found := each.holds())]
-            self._machine.tell(served)
-            loads = [load for each in self._services.values() if (load := each.load)]
-            if loads:
-                self._machine.tell_load(loads[0])
+        await self._refresh()
+        self._machine.tell([found for each in self._services() if (found := each.holds())])
+        loads = [load for each in self._services() if (load := each.load)]
+        if loads:
+            self._machine.tell_load(loads[0])
+
+    async def _look_at_units(self) -> None:
+        if self._units is not None:
+            await self._units.look()
+            self._changed()
 
     async def _refresh(self) -> None:
         """Read what services serve where the registry was changed, by whom it may be."""
         profiles = await asyncio.to_thread(self._read_profiles)
         for service_id, asked in (profiles or {}).items():
-            if self._services[service_id].asked != asked:
-                self._services[service_id].asked = asked
+            self._own[service_id].asked = asked
         if profiles is not None:
             self._changed()
 
@@ -425,8 +454,33 @@ class Supervisor:
             return None
         self._version = version
         with self._database.read() as session:
-            rows = session.scalars(select(Service).where(Service.id.in_(list(self._services))))
+            rows = session.scalars(select(Service).where(Service.id.in_(list(self._own))))
             return {row.id: asked_of(session, row.profile_id) for row in rows}
+
+
+async def _repeat(look: Callable[[], Awaitable[None]], pause_s: float) -> None:
+    """Look again and again; a look that fails is logged, and the next one comes."""
+    while True:
+        try:
+            await look()
+        except Exception:
+            logger.exception("a look failed")
+        await asyncio.sleep(pause_s)
+
+
+def _own(service: Served, action: str) -> OwnService:
+    """Return a service that the console runs itself.
+
+    Raises:
+        FieldError: systemd does.
+    """
+    if isinstance(service, OwnService):
+        return service
+    raise FieldError(
+        "service_id",
+        f"{action}: expected a service that the console runs, got the unit {service.unit}. Change "
+        "its profile and restart it, or install another one with `tightfit service install`.",
+    )
 
 
 def _foreign(found: dict[str, Any]) -> dict[str, Any]:
@@ -434,7 +488,7 @@ def _foreign(found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "model": ", ".join(found["models"] or []) or None}
 
 
-def _key(service: OwnService) -> str:
+def _key(service: Served) -> str:
     return f"service {service.name}"
 
 

@@ -18,12 +18,14 @@ from console.supervise.child import Child
 from console.supervise.jobs import Job, JobError, Jobs, call_on, in_thread
 from console.supervise.log import Log, last_words
 from console.supervise.services import Limits, OwnService
+from console.supervise.units import UnitService
 from console.testing.tests import Ask, Tests
 from engine.sealed import GIB
 
 FETCH: Final = (sys.executable, "-P", "-m", PROGRAM, "models", "fetch")
 _ENDED_WELL: Final = ("finished", "partial")
 Given = Mapping[str, Any]
+Served = OwnService | UnitService
 Begin = Callable[[str, Given], Awaitable[Job]]
 
 
@@ -47,7 +49,7 @@ class Tasks:
         *,
         home: Path,
         limits: Limits,
-        services: Callable[[], Sequence[OwnService]],
+        services: Callable[[], Sequence[Served]],
         tests: Tests,
         fetch: Sequence[str] = FETCH,
     ) -> None:
@@ -215,7 +217,7 @@ class Tasks:
         def tell(found: Mapping[str, Any]) -> None:
             call_on(loop, lambda: self._jobs.tell(job, f"{found['phase']}, {_count(found)}"))
 
-        stopped: list[OwnService] = []
+        stopped: list[Served] = []
         if row.settings.get("stop_service"):
             self._jobs.tell(job, "stopping what is served")
             stopped = [each for each in self._services() if each.wanted == "running"]
@@ -228,7 +230,7 @@ class Tasks:
         finally:
             if asyncio.current_task().cancelling() == 0:  # type: ignore[union-attr]
                 for service in stopped:
-                    service.revive()
+                    await service.revive()
         if found.status not in _ENDED_WELL:
             raise JobError(found.reason or found.status)
 

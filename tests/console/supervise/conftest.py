@@ -134,7 +134,7 @@ async def supervising(
         command=command,
         limits=replace(QUICK, **limits),
         clock=clock,
-        **{"list_listeners": list, **(more or {})},
+        **{"list_listeners": list, "list_units": list, **(more or {})},
     )
     await supervisor.start()
     try:
