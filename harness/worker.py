@@ -25,7 +25,6 @@ from harness.config.schema import RequestSet
 from harness.config.serve import ServeScenario
 from harness.config.study import StepsScenario, TiersScenario
 from harness.folders import plain
-from harness.observe.energy import energy_metrics
 from harness.observe.host import process_memory, reset_rss_peak
 from harness.observe.link import LinkCounter
 from harness.observe.spool import Background
@@ -199,6 +198,22 @@ def door_for(job: WorkerJob) -> EngineDoor:
             return serve_door()
         case other:
             raise ValueError(f"system.kind: expected native or a peer, got {other!r}.")
+
+
+def _energy_metrics(
+    before_j: float | None, after_j: float | None, num_tokens: int
+) -> dict[str, float | None]:
+    """Return the metrics of `num_tokens` output tokens from two readings of the energy counter.
+
+    None without a counter, or where it was started anew meanwhile.
+    """
+    total_j = None
+    if before_j is not None and after_j is not None and after_j >= before_j:
+        total_j = after_j - before_j
+    return {
+        "energy/total_j": total_j,
+        "energy/j_per_token": total_j / num_tokens if total_j and num_tokens else None,
+    }
 
 
 def serve(argv: Sequence[str] | None = None, door: EngineDoor | None = None) -> int:
@@ -596,7 +611,7 @@ class Work:
         self._result["notes"] += outcome.notes
         watch.note(part, self._result)
         after_j = gpu.energy_j() if gpu else None
-        self._result["metrics"] |= energy_metrics(before_j, after_j, outcome.num_output_tokens)
+        self._result["metrics"] |= _energy_metrics(before_j, after_j, outcome.num_output_tokens)
         if outcome.num_measured:
             self._result["measured"].append(part)
         self._save()
