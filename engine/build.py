@@ -409,14 +409,14 @@ def _load(
     parts, packed, formats = list(store.parameters()), list(store.packed()), store.plan.formats
     unpacked = list(store.unpacked())
     total = sum(tensor.nbytes for _, tensor in parts)
-    total += sum(formats.num_bytes(tensor) for tensor, _ in unpacked)
+    total += sum(formats.num_bytes(tensor) for tensor, *_ in unpacked)
     told.expect(total + sum(formats.default.num_bytes(tensor) for tensor, _ in packed))
     with clock.phase("convert"):
         norm, scale = 1.0 - spec.architecture.norm_offset, spec.embedding_scale or 1.0
         dummy = DummyWeights(config.engine.seed, told.advance, norm, scale)
         dummy.fill(parts)
-        for tensor, views in unpacked:
-            dummy.fill_arrays(tensor.name, formats[tensor.name].dummies(tensor), views)
+        for tensor, form, views in unpacked:
+            dummy.fill_arrays(tensor.name, form.dummies(tensor), views)
         pack(formats, packed, dummy.fill, device, clock)
         device.synchronize()
     clock.add_bytes("convert", told.total)
@@ -448,7 +448,7 @@ def _load_files(
     told.expect(sum(source.num_bytes for _, _, source in arrays))
     rest = to_pack(lambda tensor: copy is None or not copy.holds(tensor, formats))
     unpacked = list(store.unpacked())
-    told.expect(sum(s.num_bytes for t, _ in unpacked for s in formats[t.name].sources(t)))
+    told.expect(sum(s.num_bytes for tensor, form, _ in unpacked for s in form.sources(tensor)))
     reader = CheckpointReader(device, clock, told.advance, pin=store.plan.pin)
     with contextlib.closing(reader):
         damaged = reader.read(
@@ -462,7 +462,7 @@ def _load_files(
             copy.drop(names, DAMAGED)
             rest += to_pack(lambda tensor: tensor.name in names)
         fill = partial(reader.read, stored=stored)
-        unpack(formats, unpacked, fill, device, clock)
+        unpack(unpacked, fill, device, clock)
         escapes = pack(formats, rest, fill, device, clock)
     if copy is None:
         return [NOTHING_PACKED] if config.model.keep_lossless else []

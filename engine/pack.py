@@ -92,7 +92,7 @@ def pack_checkpoint(
         )
     known = read_unpackable(str(facts_folder), str(checkpoint))
     formats = lossless_formats(spec, plain=known)
-    tensors = formats.packed(spec.tensors())
+    tensors = [tensor for tensor, _ in formats.packed(spec.tensors())]
     if not tensors:
         raise ConfigError(
             f"{checkpoint}: expected a matrix that takes less in codes, got none in this "

@@ -143,21 +143,14 @@ class Packing(ABC):
 
 
 class Format(ABC):
-    """How one tensor is kept, filled and multiplied with.
+    """How one tensor is kept and multiplied with; its kinds below say how it is filled.
 
     What a tensor takes follows from its shape alone, so that plans need no file.
     """
 
     name: str
-    is_packed: ClassVar[bool] = False
-    """Whether it is made of its rows by `packing`, else parameters are read into `targets`."""
-    is_unpacked: ClassVar[bool] = False
-    """Whether it is made of other arrays of a checkpoint, its `sources`."""
-
-    @property
-    def is_restored(self) -> bool:
-        """Whether its products restore weights that are kept in fewer bytes."""
-        return self.is_packed or self.is_unpacked
+    is_restored: ClassVar[bool] = False
+    """Whether its products restore weights that are kept in fewer bytes."""
 
     @abstractmethod
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:
@@ -205,32 +198,49 @@ class Format(ABC):
         """
         return views
 
-    def targets(
-        self, tensor: TensorSpec, views: Mapping[str, Any]
-    ) -> Iterable[tuple[ParamSpec, Any]]:
-        """Yield each parameter with the contiguous array that it is read into, or converted."""
-        raise NotImplementedError(f"{self.name} is packed")
-
     def token_elements(self, tensor: TensorSpec) -> int:  # noqa: ARG002
         """Elements of each token that its products allocate beside their result."""
         return 0
 
+
+class ReadFormat(Format):
+    """A format whose parameters are read into place."""
+
+    @abstractmethod
+    def targets(
+        self, tensor: TensorSpec, views: Mapping[str, Any]
+    ) -> Iterable[tuple[ParamSpec, Any]]:
+        """Yield each parameter with the contiguous array that it is read into, or converted."""
+
+
+class UnpackedFormat(ReadFormat):
+    """A format that is made of other arrays of a checkpoint, but for its `targets`."""
+
+    is_restored = True
+
+    @abstractmethod
     def sources(self, tensor: TensorSpec) -> Iterable[Any]:
-        """Yield what is read at a time of an unpacked tensor, engine.model.quantised.Source."""
-        raise NotImplementedError(f"{self.name} is made of no other arrays")
+        """Yield what is read at a time and what it becomes, engine.model.quantised.Source."""
 
+    @abstractmethod
     def dummies(self, tensor: TensorSpec) -> Iterable[tuple[str, float | str]]:
-        """Yield what the views of an unpacked tensor's random weights are."""
-        raise NotImplementedError(f"{self.name} is made of no other arrays")
+        """Yield the views of random weights: one value everywhere, or one of quantised.DUMMIES."""
 
+
+class PackedFormat(Format):
+    """A format that is made of its rows, some at a time, on the GPU."""
+
+    is_restored = True
+
+    @abstractmethod
     def block_rows(self, tensor: TensorSpec) -> int:
         """Return how many rows are packed at a time; the last block may have fewer."""
-        raise NotImplementedError(f"{self.name} is read into place")
 
+    @abstractmethod
     def scratch_bytes(self, tensor: TensorSpec) -> int:
         """GPU memory that packing a block takes beside its rows and their place."""
-        raise NotImplementedError(f"{self.name} is read into place")
 
+    @abstractmethod
     def packing(self, tensor: TensorSpec, views: Mapping[str, Any], ops: Operators) -> Packing:
         """Return what makes the tensor.
 
@@ -239,11 +249,10 @@ class Format(ABC):
             views: Arrays to write, on any device.
             ops: Modules of kernels.ops.
         """
-        raise NotImplementedError(f"{self.name} is read into place")
 
 
 @dataclass(frozen=True)
-class Plain(Format):
+class Plain(ReadFormat):
     """Elements of one dtype, row after row."""
 
     name: str
@@ -297,7 +306,7 @@ NO_FORMATS: Final[Mapping[str, Format]] = MappingProxyType({})
 class TensorFormats:
     """The format of every tensor of a model."""
 
-    default: Format
+    default: Plain
     others: Mapping[str, Format] = field(default_factory=dict)
     """By the tensor's name."""
 
@@ -313,15 +322,23 @@ class TensorFormats:
         """Bytes of several."""
         return sum(map(self.num_bytes, tensors))
 
-    def packed(self, tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
-        """Return those that are made of their rows."""
-        if not self.others and not self.default.is_packed:
+    def packed(self, tensors: Iterable[TensorSpec]) -> list[tuple[TensorSpec, PackedFormat]]:
+        """Return those that are made of their rows, with their formats."""
+        if not self.others:
             return []  # known at once, and asked for often
-        return [tensor for tensor in tensors if self[tensor.name].is_packed]
+        every = ((tensor, self[tensor.name]) for tensor in tensors)
+        return [(tensor, form) for tensor, form in every if isinstance(form, PackedFormat)]
+
+    def unpacked(self, tensors: Iterable[TensorSpec]) -> list[tuple[TensorSpec, UnpackedFormat]]:
+        """Return those that are made of other arrays, with their formats."""
+        if not self.others:
+            return []
+        every = ((tensor, self[tensor.name]) for tensor in tensors)
+        return [(tensor, form) for tensor, form in every if isinstance(form, UnpackedFormat)]
 
     def restored(self, tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
         """Return those that products restore."""
-        if not self.others and not self.default.is_restored:
+        if not self.others:
             return []
         return [tensor for tensor in tensors if self[tensor.name].is_restored]
 
@@ -336,14 +353,7 @@ class TensorFormats:
         Args:
             tensors: Of the model.
         """
-        if not self.others:
-            return 0, 0
-        sources = [
-            source
-            for tensor in tensors
-            if self[tensor.name].is_unpacked
-            for source in self[tensor.name].sources(tensor)
-        ]
+        sources = [each for tensor, form in self.unpacked(tensors) for each in form.sources(tensor)]
         largest = max((source.num_bytes for source in sources), default=0)
         total = sum(source.num_bytes for source in sources)
         scratch = max((source.scratch_bytes for source in sources), default=0)
@@ -352,22 +362,23 @@ class TensorFormats:
     @property
     def has_codes(self) -> bool:
         """Whether any tensor is packed."""
-        return any(form.is_packed for form in self.others.values())
+        return any(isinstance(form, PackedFormat) for form in self.others.values())
 
-    def block_bytes(self, tensor: TensorSpec) -> int:
-        """Bytes of the rows of a packed tensor that are packed at a time."""
-        rows = min(tensor.shape[0], self[tensor.name].block_rows(tensor))
+    def block_bytes(self, tensor: TensorSpec, form: PackedFormat) -> int:
+        """Bytes of the rows of a tensor that are packed at a time."""
+        rows = min(tensor.shape[0], form.block_rows(tensor))
         return self.default.num_bytes(tensor) // tensor.shape[0] * rows
 
     def batch_bytes(self, tensors: Iterable[TensorSpec]) -> int:
         """GPU memory that rows of packed tensors are brought to; some blocks, the largest at least.
 
         Args:
-            tensors: The packed ones.
+            tensors: Of which those that are packed count.
         """
-        packed = list(tensors)
-        largest = max(map(self.block_bytes, packed), default=0)
-        return max(largest, min(PACK_BATCH_BYTES, sum(map(self.default.num_bytes, packed))))
+        packed = self.packed(tensors)
+        largest = max((self.block_bytes(*each) for each in packed), default=0)
+        total = sum(self.default.num_bytes(tensor) for tensor, _ in packed)
+        return max(largest, min(PACK_BATCH_BYTES, total))
 
     def packing_bytes(self, tensors: Iterable[TensorSpec]) -> int:
         """GPU memory that packing takes beside the tensors' places.
@@ -377,8 +388,8 @@ class TensorFormats:
         """
         every = list(tensors)
         packed = self.packed(every)
-        scratch = (self[tensor.name].scratch_bytes(tensor) for tensor in packed)
-        packing = self.batch_bytes(packed) + max(scratch, default=0)
+        scratch = (form.scratch_bytes(tensor) for tensor, form in packed)
+        packing = self.batch_bytes(tensor for tensor, _ in packed) + max(scratch, default=0)
         return max(packing, sum(self.unpacking_bytes(every)))
 
     def check(self, tensors: Iterable[TensorSpec]) -> None:

@@ -4,13 +4,13 @@ import math
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from engine.model.formats import (
     EMBEDDING,
     FORMATS,
-    Format,
     Operators,
+    PackedFormat,
     Packing,
     ParamSpec,
     Products,
@@ -50,11 +50,10 @@ def _views(num_rows: int, num_columns: int) -> tuple[View, ...]:
     )
 
 
-class Lossless(Format):
+class Lossless(PackedFormat):
     """Codes of 4 bits and bytes of 8, and a table of what the codes of a row do not reach."""
 
     name = "lossless12"
-    is_packed: ClassVar[bool] = True
 
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:
         """Whether it is a bfloat16 matrix that fills tiles and takes less than it would plain.

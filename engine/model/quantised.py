@@ -6,7 +6,6 @@ kernels.arguments.Quantised, by engine/weights/layouts.py.
 
 import math
 import re
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
@@ -20,7 +19,9 @@ from engine.model.formats import (
     Operators,
     ParamSpec,
     Products,
+    ReadFormat,
     TensorSpec,
+    UnpackedFormat,
     View,
     align,
 )
@@ -47,20 +48,6 @@ _STD: Final = 0.02
 """Standard deviation of random weights."""
 _DUMMY_PART: Final = 16
 """A subscale, and a sublow, of random weights."""
-
-
-class Unpacked(Format):
-    """A format that is made of other arrays than those that it keeps."""
-
-    is_unpacked: ClassVar[bool] = True
-
-    @abstractmethod
-    def sources(self, tensor: TensorSpec) -> Iterator["Source"]:
-        """Yield what is read at a time and what it becomes."""
-
-    @abstractmethod
-    def dummies(self, tensor: TensorSpec) -> Iterator[tuple[str, float | str]]:
-        """Yield the views of random weights: one value everywhere, or one of DUMMIES."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Grouped(Unpacked):
+class Grouped(UnpackedFormat):
     """Values and scales of groups, all parts in one scheme."""
 
     scheme: Scheme
@@ -214,22 +201,18 @@ class Grouped(Unpacked):
 
 
 @dataclass(frozen=True)
-class Rewritten(Unpacked):
+class Rewritten(UnpackedFormat):
     """Plain elements of a GGUF file that are put into another order, or have 1 subtracted."""
 
     scheme: Scheme
     dtype: str
     """That the engine computes in."""
+    is_restored: ClassVar[bool] = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
         """That of the dtype."""
         return self.dtype
-
-    @property
-    def is_restored(self) -> bool:
-        """No: it is plain once it is made."""
-        return False
 
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:  # noqa: ARG002
         """Whether it is the dtype that the engine computes in."""
@@ -282,13 +265,13 @@ class Rewritten(Unpacked):
 
 
 @dataclass(frozen=True)
-class Mixed(Unpacked):
+class Mixed(UnpackedFormat):
     """Parts that are kept each in its own format."""
 
-    parts: tuple[Format, ...]
+    parts: tuple[ReadFormat, ...]
     name: str = field(default="mixed", init=False)
 
-    def _each(self, tensor: TensorSpec) -> Iterator[tuple[str, Format, TensorSpec]]:
+    def _each(self, tensor: TensorSpec) -> Iterator[tuple[str, ReadFormat, TensorSpec]]:
         """Yield of each part the prefix of its views, its format and the tensor that it is."""
         for at, (form, part) in enumerate(zip(self.parts, tensor.parts, strict=True)):
             yield f"{at}.", form, TensorSpec(part.name, (part,))
@@ -334,14 +317,14 @@ class Mixed(Unpacked):
     def sources(self, tensor: TensorSpec) -> Iterator[Source]:
         """Yield those of all parts."""
         for prefix, form, part in self._each(tensor):
-            if isinstance(form, Unpacked):
+            if isinstance(form, UnpackedFormat):
                 for source in form.sources(part):
                     yield replace(source, prefix=prefix)
 
     def dummies(self, tensor: TensorSpec) -> Iterator[tuple[str, float | str]]:
         """Yield those of all parts but the plain ones, which are `targets`."""
         for prefix, form, part in self._each(tensor):
-            if isinstance(form, Unpacked):
+            if isinstance(form, UnpackedFormat):
                 for name, value in form.dummies(part):
                     yield prefix + name, value
 
@@ -538,7 +521,7 @@ class Quantisation:
         return replace(found, schemes=tuple(schemes))
 
 
-def _format(scheme: Scheme | None, dtype: str) -> Format:
+def _format(scheme: Scheme | None, dtype: str) -> ReadFormat:
     if scheme is None:
         return FORMATS[dtype]
     return (Rewritten if scheme.layout == GGUF_ROWS else Grouped)(scheme, dtype)

@@ -324,7 +324,7 @@ class Packed:
     def among(cls, tensors: Iterable[TensorSpec], formats: TensorFormats) -> "Packed":
         """Return those among some tensors."""
         restored = formats.restored(tensors)
-        quantised = [tensor for tensor in restored if formats[tensor.name].is_unpacked]
+        quantised = [tensor for tensor, _ in formats.unpacked(restored)]
         return cls(
             *(
                 size

@@ -32,6 +32,7 @@ from engine.model.formats import (
     ParamSpec,
     TensorFormats,
     TensorSpec,
+    UnpackedFormat,
     align,
 )
 from engine.plan.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
@@ -270,9 +271,9 @@ def _batches(
     """Yield as many blocks at a time as have room, in order."""
     batch: list[_Block] = []
     room = num_bytes
-    for tensor in tensors:
-        block_bytes = formats.block_bytes(tensor)
-        for start, stop in chunks(tensor.shape[0], formats[tensor.name].block_rows(tensor)):
+    for tensor, form in formats.packed(tensors):
+        block_bytes = formats.block_bytes(tensor, form)
+        for start, stop in chunks(tensor.shape[0], form.block_rows(tensor)):
             if block_bytes > room:
                 yield batch
                 batch, room = [], num_bytes
@@ -305,17 +306,17 @@ def pack(
         UnpackableError: Some have values that their format cannot keep; names them all. The others
             are made.
     """
-    tensors: list[TensorSpec] = []
-    packings: dict[str, Packing] = {}
-    for tensor, views in packed:
-        tensors.append(tensor)
-        packings[tensor.name] = formats[tensor.name].packing(tensor, views, OPERATORS)
-    if not tensors:
+    arrays = dict(packed)
+    packings: dict[str, Packing] = {
+        tensor.name: form.packing(tensor, arrays[tensor], OPERATORS)
+        for tensor, form in formats.packed(arrays)
+    }
+    if not packings:
         return {}
-    size = formats.batch_bytes(tensors)
-    with device.scratch(size, formats.packing_bytes(tensors) - size) as raw:
+    size = formats.batch_bytes(arrays)
+    with device.scratch(size, formats.packing_bytes(arrays) - size) as raw:
         scratch = raw.view(TORCH_DTYPES[formats.default.name])
-        for batch in _batches(formats, tensors, size):
+        for batch in _batches(formats, arrays, size):
             rows, at = [], 0
             for tensor, start, stop in batch:
                 shape = stop - start, *tensor.shape[1:]
@@ -339,8 +340,7 @@ def pack(
 
 
 def unpack(
-    formats: TensorFormats,
-    unpacked: Iterable[tuple[TensorSpec, Mapping[str, torch.Tensor]]],
+    unpacked: Iterable[tuple[TensorSpec, UnpackedFormat, Mapping[str, torch.Tensor]]],
     fill: Fill,
     device: Device,
     clock: PhaseClock,
@@ -348,8 +348,7 @@ def unpack(
     """Make tensors of other arrays of a checkpoint, which are brought to the GPU for it.
 
     Args:
-        formats: Of the model.
-        unpacked: Which, with the arrays to write, on any device.
+        unpacked: Which, with their formats and the arrays to write, on any device.
         fill: Called with those arrays.
         device: That makes them.
         clock: Receives the phase convert.
@@ -357,11 +356,7 @@ def unpack(
     Raises:
         CheckpointError: The arrays of a tensor contradict each other.
     """
-    todo = [
-        (source, views)
-        for tensor, views in unpacked
-        for source in formats[tensor.name].sources(tensor)
-    ]
+    todo = [(source, views) for tensor, form, views in unpacked for source in form.sources(tensor)]
     if not todo:
         return
     most = max(source.num_bytes for source, _ in todo)

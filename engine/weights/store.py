@@ -8,7 +8,14 @@ from typing import Any, Final
 import torch
 
 from engine.device.base import Device, HostBuffer
-from engine.model.formats import EMBEDDING, Operators, ParamSpec, TensorSpec
+from engine.model.formats import (
+    EMBEDDING,
+    Operators,
+    ParamSpec,
+    ReadFormat,
+    TensorSpec,
+    UnpackedFormat,
+)
 from engine.plan.memory import MemoryPlan
 from engine.plan.units import LayerPlan, Residence, Slab, Slots, Unit
 from engine.weights.residence import Held, HeldUnits, Operands
@@ -160,20 +167,18 @@ class WeightStore:
         """
         for tensor in self._tensor_specs():
             form = self.plan.formats[tensor.name]
-            if not form.is_packed:
+            if isinstance(form, ReadFormat):
                 yield from form.targets(tensor, self._views(tensor, self._raw[tensor.name]))
 
     def packed(self) -> Iterator[tuple[TensorSpec, dict[str, torch.Tensor]]]:
         """Yield the tensors that are made of their rows, with the arrays to write."""
-        for tensor in self._tensor_specs():
-            if self.plan.formats[tensor.name].is_packed:
-                yield tensor, self._views(tensor, self._raw[tensor.name])
+        for tensor, _ in self.plan.formats.packed(self._tensor_specs()):
+            yield tensor, self._views(tensor, self._raw[tensor.name])
 
-    def unpacked(self) -> Iterator[tuple[TensorSpec, dict[str, torch.Tensor]]]:
-        """Yield the tensors that are made of other arrays, with those to write."""
-        for tensor in self._tensor_specs():
-            if self.plan.formats[tensor.name].is_unpacked:
-                yield tensor, self._views(tensor, self._raw[tensor.name])
+    def unpacked(self) -> Iterator[tuple[TensorSpec, UnpackedFormat, dict[str, torch.Tensor]]]:
+        """Yield the tensors that are made of other arrays, their formats, and those to write."""
+        for tensor, form in self.plan.formats.unpacked(self._tensor_specs()):
+            yield tensor, form, self._views(tensor, self._raw[tensor.name])
 
     def _tensor_specs(self) -> Iterator[TensorSpec]:
         for layer in self.plan.layers:

@@ -81,14 +81,28 @@ def add_format(copy: Copy) -> None:
     """Matrices kept with the other sign, and a product that knows."""
     entry = '''
 
-class Negated(Plain):
+@dataclass(frozen=True)
+class Negated(PackedFormat):
     """Elements with the other sign."""
 
-    is_packed = True
+    plain: Plain
+    name = "negated"
 
     def holds(self, tensor, dtype):
         """Whether it is a matrix."""
         return len(tensor.shape) == 2
+
+    def num_bytes(self, tensor):
+        """Bytes of all elements."""
+        return self.plain.num_bytes(tensor)
+
+    def views(self, tensor):
+        """List the tensor itself."""
+        return self.plain.views(tensor)
+
+    def operand(self, tensor, views, ops, scratch=None):
+        """Return the tensor itself."""
+        return views[""]
 
     def block_rows(self, tensor):
         """Return all rows."""
@@ -213,7 +227,7 @@ assert "torch" not in sys.modules
 
 from engine import LLM, build
 from engine.device.cuda import open_device
-from engine.model.formats import Negated
+from engine.model.formats import FORMATS, Negated, PackedFormat
 from engine.plan.planner import plan_memory
 from tests.engine.specs import configuration, small_spec
 from tests.tiny import greedy, make_prompt
@@ -238,9 +252,9 @@ found, plan = tokens(OffloadConfig(offload_backend="toy"))
 assert found == expected
 assert plan.placed_bytes()["prefetch"] > 0
 name = "model.layers.0.mlp.down_proj.weight"
-found, plan = tokens(formats={name: Negated(plan.dtype, {"bfloat16": 2, "float32": 4}[plan.dtype])})
+found, plan = tokens(formats={name: Negated(FORMATS[plan.dtype])})
 assert found == expected
-assert plan.formats[name].is_packed
+assert isinstance(plan.formats[name], PackedFormat)
 """
 
 
