@@ -13,7 +13,7 @@ from typing import Any, Final
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from catalogue.checkpoint import ModelUnavailableError, freed_bytes, missing_files
+from catalogue.checkpoint import ModelUnavailableError, freed_bytes
 from catalogue.entry import Model as Entry
 from catalogue.entry import ModelSource, is_hub_id
 from catalogue.files import models_folder
@@ -21,10 +21,20 @@ from catalogue.hub import cached, downloaded_bytes, wanted_bytes
 from catalogue.models import fetch, find, named, names, own_folder, remove, state
 from console.registry.checks import BusyError, FieldError
 from console.registry.database import Database
-from console.registry.models import Models, entry_of, from_files, identity_of, read_row, standing
+from console.registry.models import (
+    Models,
+    entry_of,
+    from_files,
+    identity_of,
+    name_of,
+    read_row,
+    short_name,
+    standing,
+)
 from console.registry.stale import is_alive, own_process, tested_state
 from console.registry.tables import OPEN, Model, Performance, Service, TestRun
 from engine.errors import CheckpointError, ConfigError
+from engine.model.gguf import files_of, is_gguf
 from engine.sealed import GIB
 
 PROGRESS_S: Final = 1.0
@@ -190,9 +200,10 @@ class Holdings:
 
     def _add(self, entry: Entry, found: Scan) -> None:
         source = entry.path or str(entry.source.repo or entry.name)
-        with_owner = [] if entry.path else [source.replace("/", "_")]
-        numbered = (f"{entry.name}-{count}" for count in range(2, 100))
-        for name in (entry.name, *with_owner, *numbered):
+        own = name_of(entry)
+        with_owner = [] if entry.path else [short_name(source)]
+        numbered = (f"{own}-{count}" for count in range(2, 100))
+        for name in (own, *with_owner, *numbered):
             try:
                 row = self._models.store(self._models.describe_entry(entry, name), {})
             except (ConfigError, ModelUnavailableError) as error:
@@ -265,19 +276,22 @@ def _columns(row: Model) -> dict[str, Any]:
     entry = entry_of(row)
     found = state(entry)
     if found.kind != "present":
-        return standing(found) | ({} if row.kind == "folder" else {"path": _text(found.path)})
+        return standing(found) | ({} if entry.path is not None else {"path": _text(found.path)})
     return from_files(entry, found)
 
 
 def _candidates() -> Iterator[Entry]:
     """Yield the whole models in the folder of models, and in both caches of the hub."""
     root, catalogue = models_folder(), set(names())
-    for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if folder.name.startswith(".") or folder.is_symlink() or missing_files(folder):
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if path.name.startswith(".") or path.is_symlink():
             continue
-        entry = named(folder.name) if folder.name in catalogue else None
-        is_its = entry is not None and entry.source.kind == "package" and entry.path is None
-        yield entry if entry is not None and is_its else find(str(folder))
+        entry = named(path.name) if path.name in catalogue else None
+        if entry is None or entry.source.kind != "package" or entry.path is not None:
+            entry = find(str(path))
+        is_model = path.is_dir() or (is_gguf(path) and files_of(path)[0] == path)
+        if is_model and state(entry).kind == "present":
+            yield entry
     for repository, revision in cached():
         if not is_hub_id(repository):
             continue

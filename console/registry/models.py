@@ -29,6 +29,7 @@ from console.registry.tables import Model, Profile
 from engine.errors import CheckpointError, ConfigError
 from engine.model.checkpoint import find_tensors
 from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
+from engine.model.gguf import is_gguf
 from engine.model.quant_config import SUPPORTED
 from engine.model.spec import ModelSpec
 
@@ -115,7 +116,9 @@ class Models:
 
     def describe_entry(self, entry: Entry, name: str | None = None) -> Model:
         """Return the row of a model of the catalogue that is to be added; it is not stored."""
-        found = check_name("name", short_name(entry.name) if name is None else name)
+        found = check_name(
+            "name", short_name(entry.name.removesuffix(".gguf")) if name is None else name
+        )
         with self._database.read() as session:
             _check_new(session, found, identity_of(entry))
         row = _described(entry)
@@ -220,6 +223,11 @@ class Models:
             row.profiles.remove(found)
 
 
+def name_of(entry: Entry) -> str:
+    """Return what a model is called where no name is given."""
+    return short_name(entry.name.removesuffix(".gguf"))
+
+
 def short_name(text: str) -> str:
     """Return a name that `check_name` takes, for a folder or a repository called otherwise."""
     kept = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)
@@ -255,7 +263,7 @@ def entry_of(model: Model) -> Entry:
     Raises:
         ConfigError: the catalogue has it no more.
     """
-    if model.kind == "folder":
+    if model.kind in {"folder", "gguf"}:
         return Entry(name=model.name, path=model.path)
     if "/" not in model.source:
         return named(model.source)
@@ -270,8 +278,12 @@ def _entry(source: str, revision: str | None) -> Entry:
         FieldError: it is none, or has no revisions.
     """
     path = expanded(source)
-    if path.is_file():
-        raise FieldError("source", f"source: {_no_folder(path)}")
+    if path.is_file() and not is_gguf(path):
+        raise FieldError(
+            "source",
+            f"source: expected a folder or a file whose name ends in .gguf, got the file {path}. "
+            "Give the folder that holds it.",
+        )
     try:
         entry = find(source)
     except ConfigError as error:
@@ -292,18 +304,6 @@ def _entry(source: str, revision: str | None) -> Entry:
         return entry
     changed = ModelSource(kind="hub", repo=entry.source.repo, revision=revision)
     return Entry(name=entry.name, source=changed)
-
-
-def _no_folder(path: Path) -> str:
-    """Return what to say of a file in the place of a folder."""
-    with path.open("rb") as stream:
-        is_gguf = stream.read(4) == b"GGUF" or path.suffix == ".gguf"
-    if is_gguf:
-        return (
-            f"GGUF files are not supported, got {path}. Supported: a folder with {FILES}. Take "
-            "the repository of the same model in that form."
-        )
-    return f"expected a folder, got the file {path}. Give the folder that holds it."
 
 
 def identity_of(entry: Entry) -> str:
@@ -350,7 +350,7 @@ def _described(entry: Entry) -> Model:
     named_by = entry.name if entry.spec is not None else str(entry.source.repo)
     return Model(
         source=named_by if folder is None else str(folder),
-        kind=entry.source.kind if folder is None else "folder",
+        kind=entry.source.kind if folder is None else "gguf" if is_gguf(folder) else "folder",
         revision=entry.source.revision if folder is None else None,
         identity=identity_of(entry),
         **columns,
@@ -380,12 +380,9 @@ def from_files(entry: Entry, found: State) -> dict[str, Any]:
 
 def _lacking(folder: Path) -> str:
     """Return what to say of a folder that is no whole checkpoint."""
-    gguf = sorted(path.name for path in folder.glob("*.gguf"))
+    gguf = sorted(folder.glob("*.gguf"))
     if gguf and not any(folder.glob("*.safetensors")):
-        return (
-            f"GGUF files are not supported, got {gguf[0]} in {folder}. Supported: {FILES}. Take "
-            "the repository of the same model in that form."
-        )
+        return f"expected one GGUF file, got the folder {folder}. Give the file, such as {gguf[0]}."
     return (
         f"expected a folder with {FILES}; {folder} lacks {', '.join(missing_files(folder))}. "
         "Fetch what is missing, or give another folder."

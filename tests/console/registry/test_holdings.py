@@ -16,6 +16,7 @@ from console.registry.results import Results
 from console.registry.stale import own_process
 from console.registry.tables import Model, Service
 from tests.console.registry.conftest import checkpoint
+from tests.console.registry.gguf_file import write
 
 
 @pytest.fixture
@@ -251,3 +252,15 @@ def test_a_download_that_fails_says_why(
     with pytest.raises(KeyboardInterrupt):
         disk.fetch("glass", report=print)
     assert models.get("glass").state == "missing"
+
+
+def test_a_scan_finds_gguf_files(models: Models, disk: Holdings, home: Path) -> None:
+    (home / "models").mkdir()
+    file = write(home / "models" / "tiny.gguf")
+    (home / "models" / "notes.txt").write_text("no model")
+    found = disk.scan()
+    assert (found.added, found.refused) == (["tiny"], {})
+    assert models.get("tiny").path == str(file)
+    file.unlink()
+    assert disk.scan().vanished == ["tiny"]
+    assert disk.remove("tiny").folder is None

@@ -14,6 +14,7 @@ from console.registry.checks import FieldError
 from console.registry.database import Database
 from console.registry.models import Models, default_of, entry_of, profile_of
 from tests.console.registry.conftest import checkpoint
+from tests.console.registry.gguf_file import write
 
 CARD = "rtx4080_16gb"
 WEIGHTS_BYTES = 4 * (2 * 32 * 32 + 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32 + 2 * 32))
@@ -141,18 +142,26 @@ def test_a_folder_that_is_not_whole_is_refused(models: Models, tmp_path: Path) -
     (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(FieldError, match=r"source: .*bert"):
         models.add(str(folder))
-    with pytest.raises(FieldError, match="expected a folder, got the file"):
+    with pytest.raises(FieldError, match=r"a file whose name ends in \.gguf, got the file"):
         models.add(str(shard))
 
 
-def test_gguf_is_refused_by_name(models: Models, tmp_path: Path) -> None:
-    file = tmp_path / "m.Q4_K.gguf"
-    file.write_bytes(b"GGUF")
-    supported = "a folder with config.json and safetensors in bfloat16, float16, float32, or"
-    with pytest.raises(FieldError, match=f"GGUF files are not supported, .*{supported}"):
-        models.add(str(file))
-    with pytest.raises(FieldError, match=r"GGUF files are not supported, got m\.Q4_K\.gguf in"):
-        models.add(str(tmp_path))
+def test_a_gguf_file_is_a_model(models: Models, tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.F32.gguf")
+    row = models.store(models.describe(str(file)), {})
+    assert (row.name, row.kind, row.state, row.path) == ("tiny.F32", "gguf", "untested", str(file))
+    assert (row.format, row.weights_bytes, row.max_model_len) == ("gguf", WEIGHTS_BYTES, 64)
+    assert entry_of(row).path == str(file)
+    with pytest.raises(
+        FieldError, match=r"expected one GGUF file, got the folder .*tiny\.F32\.gguf"
+    ):
+        models.describe(str(tmp_path))
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(FieldError, match=r"source: .*cut\.gguf: .* is cut short"):
+        models.describe(str(file.rename(tmp_path / "cut.gguf")))
+    (tmp_path / "no.gguf").write_bytes(b"nothing of the kind")
+    with pytest.raises(FieldError, match=r"no\.gguf: not a GGUF file"):
+        models.describe(str(tmp_path / "no.gguf"))
 
 
 @pytest.mark.parametrize(
