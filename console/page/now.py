@@ -90,6 +90,7 @@ def service(found: Plain, jobs: Sequence[Plain], choices: Sequence[Plain]) -> di
     is_moving = state in MOVING or is_busy
     has_model = found.get("profile_id") is not None
     address = f"/api/services/{key}"
+    reason, _, more = (found.get("reason") or "").partition("\n")
     asked, holds = found.get("requested") or {}, found.get("effective") or {}
     settings = [
         {
@@ -110,7 +111,9 @@ def service(found: Plain, jobs: Sequence[Plain], choices: Sequence[Plain]) -> di
         "progress": progress(found),
         "done": found.get("bytes_done") if found.get("bytes_total") else None,
         "total": found.get("bytes_total"),
-        "reason": found.get("reason"),
+        "reason": reason,
+        "more": more,
+        "has_no_more": not more,
         "log": found.get("log_tail") or "",
         "has_no_log": state != "failed" or not found.get("log_tail"),
         "address": address,

@@ -1,0 +1,180 @@
+"""The life of a model in the console, in a browser: real console, real server."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from catalogue.files import models_folder
+from console.registry.database import Database
+from console.registry.tables import Service
+from console.supervise.supervisor import MAIN
+from tests.console.browser import WIDTHS, Browser, browsing
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
+
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+VIEWS = (
+    *("/", "/models", "/models/1", "/models/1/delete", "/add", "/tests", "/runs", "/logs"),
+    *("/chat", "/settings"),
+)
+LOAD_S = 90.0
+START_S = 60.0
+ADDRESS = re.compile(r"console at (http://[^\s,]+)")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A home with one model: glass, which chats."""
+    found = tmp_path_factory.mktemp("home [1]")
+    folder = found / "models" / "tiny"
+    shutil.copytree(models_folder() / "glass", folder)
+    settings = folder / "tokenizer_config.json"
+    told = json.loads(settings.read_text(encoding="utf-8"))
+    settings.write_text(json.dumps(told | {"chat_template": TEMPLATE}), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    database = Database.open(found / "registry.db")
+    with database.write() as session:
+        session.add(Service(name=MAIN, kind="own", port=port, failures=[]))
+    database.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def console(home: Path) -> Iterator[str]:
+    """The address of a console of its own; at its end it is asked to stop, and does."""
+    command = [sys.executable, "-m", "tightfit", "console", "--port", "0"]
+    environ = {**os.environ, "TIGHTFIT_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+    log = home / "console.log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, env=environ)
+    with process:
+        try:
+            end_s = time.monotonic() + START_S
+            while (found := ADDRESS.search(log.read_text(encoding="utf-8"))) is None:
+                told = log.read_text(encoding="utf-8")
+                assert process.poll() is None, f"the console ended:\n{told}"
+                assert time.monotonic() < end_s, f"no address after {START_S} s:\n{told}"
+                time.sleep(0.05)
+            yield found[1]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, log.read_text(encoding="utf-8")
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def browser(console: str) -> Iterator[Browser]:
+    with browsing() as found:
+        found.base = console
+        found.resize(1280)
+        yield found
+
+
+def choose(browser: Browser, selector: str, label: str) -> None:
+    """Choose the option whose text begins with a label."""
+    browser.one(selector)
+    browser.run(
+        "const field = document.querySelector(arguments[0]);"
+        "field.value = [...field.options].find((each) => each.text.startsWith(arguments[1])).value;"
+        "field.dispatchEvent(new Event('input', {bubbles: true}))",
+        *(selector, label),
+    )
+
+
+def state(browser: Browser) -> str:
+    """Return the step of the service that is marked."""
+    return browser.text(".steps [aria-current]")
+
+
+def switch(browser: Browser, profile: str, until: str) -> None:
+    """Switch to a profile, and wait for a state."""
+    browser.open("/")
+    choose(browser, "select[name=profile_id]", f"tiny: {profile}")
+    browser.press("Switch")
+    browser.wait_for(f"profile {profile}", ".panel")
+    browser.wait(lambda: state(browser) == until, until, LOAD_S)
+
+
+def effective(browser: Browser, setting: str) -> str:
+    """Return what holds of a setting."""
+    rows = browser.text("table.asked").splitlines()
+    return next((row.split()[-1] for row in rows if row.startswith(setting)), "not there")
+
+
+def make_profile(browser: Browser, name: str, **settings: str) -> None:
+    """Make a profile of the first model."""
+    browser.open("/models/1")
+    browser.one("details:last-of-type summary").click()
+    browser.wait(lambda: browser.one("#new-name").is_displayed())
+    browser.type("#new-name", name)
+    for field, value in settings.items():
+        browser.type(f"#new-{field}", value)
+    browser.wait(lambda: "fit" in browser.text("details:last-of-type .answer").lower(), "verdict")
+    browser.press("Make", "details:last-of-type")
+    browser.wait_for(f"{name}:")
+
+
+def test_the_life_of_a_model(browser: Browser, home: Path):
+    # Add, with its plan.
+    browser.open("/")
+    browser.wait_for("stopped", ".steps [aria-current]")
+    browser.open("/add")
+    browser.type("#source", str(home / "models" / "tiny"))
+    browser.wait_for("Fits", "#plan")
+    browser.press("Add")
+    browser.wait_for("Profiles")
+    assert browser.text("h1") == "tiny"
+
+    # Serve, chat, logs.
+    browser.open("/models")
+    browser.wait_for("fits", ".card")
+    browser.press("Serve")
+    browser.wait(lambda: state(browser) == "ready", "ready", LOAD_S)
+    assert "tiny is ready" in browser.text("h1")
+    browser.open("/chat")
+    browser.type("#most", "8")
+    browser.type("#message", "hello <b>you</b>")
+    browser.press("Send")
+    browser.wait_for("tokens/s", "#talk", 60)
+    browser.open("/logs")
+    assert len(browser.all("#log div")) > 3
+
+    # Another profile, another context.
+    make_profile(browser, "two", sequences="2")
+    switch(browser, "two", "ready")
+    assert effective(browser, "sequences at once") == "2"
+    browser.type("input[name=max_model_len]", "96")
+    browser.press("Change")
+    browser.wait(lambda: effective(browser, "longest sequence") == "96", "96 tokens", LOAD_S)
+
+    # What cannot fit fails and says why; then it recovers.
+    make_profile(browser, "never", utilization="0.00001")
+    switch(browser, "never", "failed")
+    browser.wait_for("does not fit", ".panel .error")
+    browser.open("/chat")
+    assert not browser.button("Send").is_enabled()
+    switch(browser, "default", "ready")
+    browser.press("Stop")
+    browser.wait(lambda: state(browser) == "stopped", "stopped", 60)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_view_of_it_is_whole(browser: Browser, width: int):
+    browser.resize(width)
+    for view in VIEWS:
+        browser.open(view)
+        assert browser.overflow() == [], view
+    assert browser.complaints() == []
+    browser.resize(1280)
