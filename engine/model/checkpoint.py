@@ -20,7 +20,7 @@ from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
 from engine.model.gguf import GGUFTensor, config_of, files_of, is_gguf, named, read_gguf
 from engine.model.quant_config import PLAIN_TYPES, SUPPORTED, quantization_notes
 from engine.model.quantised import UNUSED
-from engine.model.schemes import ELEMENT_BYTES
+from engine.model.schemes import ELEMENT_BYTES, JSON
 from engine.model.spec import ModelSpec
 
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
@@ -344,6 +344,13 @@ def check_checkpoint(
         )
     for name, part in wanted.items():
         found = stored[name]
+        if part.dtype == JSON:
+            if found.dtype != "uint8" or found.num_bytes > part.numel:
+                raise CheckpointError(
+                    f"{folder}: {name} has {found.num_bytes} bytes of {found.dtype}, expected at "
+                    f"most {part.numel} of uint8."
+                )
+            continue
         if found.shape != part.shape and not math.prod(found.shape) == part.numel == 1:
             raise CheckpointError(
                 f"{folder}: {name} has shape {list(found.shape)}, config.json says "

@@ -20,8 +20,8 @@ from engine.model.schemes import (
 
 SUPPORTED: Final = (
     "AWQ (gemm, 4 bits), GPTQ (4 and 8 bits), compressed-tensors (pack-quantized of 4 and 8 bits, "
-    "int-quantized, float-quantized), fp8 (e4m3) and GGUF files (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, "
-    "Q4_K, Q5_K, Q6_K, F16, BF16, F32)"
+    "int-quantized, float-quantized), fp8 (e4m3), bitsandbytes (nf4) and GGUF files (Q4_0, Q4_1, "
+    "Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32)"
 )
 """What is said of every checkpoint that is refused."""
 
@@ -203,6 +203,22 @@ def _read_fp8(found: Mapping[str, Any], dtype: str) -> Quantisation:
     return Quantisation("fp8", (((LINEAR,), scheme),), ignore)
 
 
+def _read_bitsandbytes(found: Mapping[str, Any], dtype: str) -> Quantisation:
+    """Read what transformers writes of bitsandbytes; blocks have 64 elements there."""
+    del dtype
+    if not found.get("load_in_4bit", found.get("_load_in_4bit")):
+        raise _refused("got bitsandbytes without load_in_4bit, expected 4 bits")
+    if (kind := found.get("bnb_4bit_quant_type", "fp4")) != "nf4":
+        raise _refused(f"got bitsandbytes with bnb_4bit_quant_type={kind!r}, expected nf4")
+    if (storage := found.get("bnb_4bit_quant_storage", "uint8")) != "uint8":
+        raise _refused(f"got bitsandbytes with bnb_4bit_quant_storage={storage!r}, expected uint8")
+    nested = bool(found.get("bnb_4bit_use_double_quant"))
+    kept = found.get("llm_int8_skip_modules") or ()
+    ignore = ("lm_head", *(f"re:.*{re.escape(name)}" for name in kept if name != "lm_head"))
+    scheme = Scheme("nf4", 4, 64, "float32", symmetric=True, nested=nested)
+    return Quantisation("bitsandbytes", (((LINEAR,), scheme),), ignore)
+
+
 def _read_gguf(found: Mapping[str, Any], dtype: str) -> Quantisation:
     """Read what engine/model/gguf.py says of a file."""
     del dtype
@@ -237,6 +253,7 @@ PLAIN_TYPES: Final = MappingProxyType({"F32": "float32", "F16": "float16", "BF16
 _READERS: Final = MappingProxyType(
     {
         "gguf": _read_gguf,
+        "bitsandbytes": _read_bitsandbytes,
         "awq": _read_awq,
         "gptq": _read_gptq,
         "compressed-tensors": _read_compressed,

@@ -40,8 +40,8 @@ from engine.model.schemes import (
     why_not,
 )
 
-DUMMIES: Final = ("bytes", "float8", "order", "noise")
-"""Random bytes; draws in float8; the numbers of the elements; what plain weights have."""
+DUMMIES: Final = ("bytes", "float8", "order", "noise", "table")
+"""Random bytes; draws in float8; the numbers of the elements; what plain weights have; nf4's."""
 _SPREAD: Final = MappingProxyType({"uint4": 4.6, "uint5": 9.2, "uint6": 18.5, "uint8": 73.9})
 """Standard deviation of values that are random bits."""
 _STD: Final = 0.02
@@ -171,6 +171,7 @@ class Grouped(UnpackedFormat):
             "subscale": _DUMMY_PART,
             "sublow": _DUMMY_PART,
             "columns": "order",
+            "table": "table",
         }
         for view in self.views(tensor):
             yield view.name, values.get(view.name, "bytes")

@@ -16,6 +16,7 @@ ELEMENT_BYTES: Final = MappingProxyType(
         "uint8": 1,
         "int8": 1,
         "float8_e4m3fn": 1,
+        "json": 1,
     }
 )
 GGUF_TYPES: Final = MappingProxyType(
@@ -52,6 +53,7 @@ class Scheme:
         ordered: Whether columns are grouped in an order of their own (g_idx).
         zeros_from_one: Whether zero points are stored less one (GPTQ's first version).
         rows: Rows of one scale; 0: all.
+        nested: Whether scales are quantised too (bitsandbytes).
         heads: Of queries and of keys, where a GGUF file keeps rows that rotate together side by
             side; 0: it does not.
     """
@@ -65,11 +67,13 @@ class Scheme:
     zeros_from_one: bool = False
     rows: int = 1
     heads: tuple[int, int] = (0, 0)
+    nested: bool = False
 
     @property
     def name(self) -> str:
         """Name in plans and records."""
-        return self.layout if self.layout.startswith("gguf") else f"{self.layout}{self.bits}"
+        is_whole = self.layout.startswith(("gguf", "nf4"))
+        return self.layout if is_whole else f"{self.layout}{self.bits}"
 
     @property
     def gguf_type(self) -> str:
@@ -167,6 +171,31 @@ def _bytes(scheme: Scheme, rows: int, columns: int) -> Arrays:
     )
 
 
+STATE_BYTES: Final = 1024
+"""At most, of what bitsandbytes says of a tensor in JSON."""
+JSON: Final = "json"
+"""dtype of bytes of any number up to what is asked for, in uint8."""
+
+
+def _nf4(scheme: Scheme, rows: int, columns: int) -> Arrays:
+    blocks = rows * columns // scheme.group
+    nested = (
+        ("weight.nested_absmax", (-(-blocks // 256),), "float32"),
+        ("weight.nested_quant_map", (256,), "float32"),
+    )
+    return Arrays(
+        "table4",
+        (
+            ("weight", (rows * columns // 2, 1), "uint8"),
+            ("weight.absmax", (blocks,), "uint8" if scheme.nested else "float32"),
+            ("weight.quant_map", (16,), "float32"),
+            ("weight.quant_state.bitsandbytes__nf4", (STATE_BYTES,), JSON),
+            *(nested if scheme.nested else ()),
+        ),
+        has=("table",),
+    )
+
+
 _GGUF_HAS: Final = MappingProxyType(
     {
         "Q4_1": ("low",),
@@ -214,6 +243,7 @@ LAYOUTS: Final = MappingProxyType(
         GGUF_NORM: _norm,
         "awq": _awq,
         "gptq": _gptq,
+        "nf4": _nf4,
         "pack-quantized": _packed,
         "int-quantized": _bytes,
         "float-quantized": _bytes,
@@ -227,6 +257,7 @@ BITS: Final = MappingProxyType(
         GGUF_ROWS: (16,),
         GGUF_NORM: (32,),
         "awq": (4,),
+        "nf4": (4,),
         "gptq": (4, 8),
         "pack-quantized": (4, 8),
         "int-quantized": (8,),
@@ -247,7 +278,7 @@ def arrays_of(scheme: Scheme, rows: int, columns: int) -> Arrays:
 def why_not(scheme: Scheme, rows: int, columns: int) -> str:
     """Return why a matrix cannot be stored so; nothing if it can."""
     size, unit = scheme.group, 32 // scheme.bits
-    if scheme.gguf_type and columns % size:
+    if (scheme.gguf_type or scheme.layout == "nf4") and columns % size:
         return f"a multiple of {size} columns, got {columns}"
     if size and size not in {16, 32, columns} and size % TILE:
         return f"groups of 16, 32, a multiple of {TILE} or all columns, got {size}"

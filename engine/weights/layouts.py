@@ -3,6 +3,7 @@
 Shape letters: N rows, K columns, G groups of columns.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -14,6 +15,15 @@ from engine.model.quantised import Source
 from engine.model.schemes import GGUF_NORM, GGUF_ROWS, GGUF_TYPES, TILE
 
 Arrays = dict[str, torch.Tensor]
+NF4: Final = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The values of bitsandbytes' nf4."""
+_NESTED_BLOCK: Final = 256
+"""Scales that have a scale of their own there."""
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, among eight, of each nibble of a word."""
 
@@ -172,6 +182,33 @@ def _odd_groups(source: Source, expected: str) -> CheckpointError:
     )
 
 
+def _nf4(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    rows, columns = source.shape
+    name = source.parameters[0][1].name
+    text = stored["weight.quant_state.bitsandbytes__nf4"].cpu().numpy().tobytes().decode("latin-1")
+    wanted: dict[str, object] = {"quant_type": "nf4", "blocksize": 64, "shape": [rows, columns]}
+    if source.scheme.nested:
+        wanted["nested_blocksize"] = _NESTED_BLOCK
+    try:
+        state, _ = json.JSONDecoder().raw_decode(text)
+        differs = {key: state.get(key) for key, value in wanted.items() if state.get(key) != value}
+        offset = float(state["nested_offset"]) if source.scheme.nested else 0.0
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{name}: its quant_state cannot be read ({error!r}).") from error
+    if differs:
+        raise CheckpointError(f"{name}: its quant_state has {differs}, expected {wanted}.")
+    table = stored["weight.quant_map"]
+    if not torch.equal(table.cpu(), torch.tensor(NF4)):
+        raise CheckpointError(f"{name}.quant_map: expected the values of nf4, got others.")
+    raw, scale = stored["weight"].view(rows, -1), stored["weight.absmax"]
+    if source.scheme.nested:
+        scale = stored["weight.nested_quant_map"][scale.int()]
+        blocks = stored["weight.nested_absmax"].repeat_interleave(_NESTED_BLOCK)[: scale.numel()]
+        scale = scale * blocks + offset
+    values = torch.stack([raw >> 4, raw & 15], 2).view(rows, columns)
+    return {"values": tiled(values), "scale": scale.view(rows, -1), "table": table}
+
+
 def _unrotated(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Put rows that rotate together, which follow each other, half a head apart."""
     if not heads:
@@ -282,6 +319,7 @@ _MAKERS: Final[Mapping[str, Callable[[Source, Mapping[str, torch.Tensor]], Array
             GGUF_ROWS: _gguf_rows,
             GGUF_NORM: _gguf_norm,
             "awq": _awq,
+            "nf4": _nf4,
             "gptq": _gptq,
             "pack-quantized": _packed,
             "int-quantized": _bytes,

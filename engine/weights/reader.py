@@ -35,6 +35,7 @@ from engine.model.formats import (
     UnpackedFormat,
     align,
 )
+from engine.model.schemes import JSON
 from engine.plan.sizes import BUFFERS_PER_THREAD, PIECE_BYTES, RUN_BYTES
 from engine.weights import layouts
 from engine.weights.store import OPERATORS
@@ -110,7 +111,10 @@ def _pieces(
         width = dtype.itemsize
         room = width if flat.dtype == dtype else width + flat.dtype.itemsize
         step = CHECKED_BYTES if source.checks else max(1, piece_bytes // room) * width
-        for start, stop in chunks(flat.numel() * width, step):
+        size = flat.numel() * width
+        if spec.dtype == JSON:
+            size = min(size, source.num_bytes)
+        for start, stop in chunks(size, step):
             begin, part = spec.first * width + start, flat[start // width : stop // width]
             yield _Piece(spec.name, source, begin, stop - start, part)
 
@@ -367,9 +371,12 @@ def unpack(
             for source, _ in batch:
                 found = {}
                 for suffix, part in source.parameters:
-                    dtype = getattr(torch, source.dtype_of(part))
+                    stored = source.dtype_of(part)
+                    dtype = torch.uint8 if stored == JSON else getattr(torch, stored)
                     num_bytes = part.numel * dtype.itemsize
                     found[suffix] = raw[at : at + num_bytes].view(dtype).view(part.shape)
+                    if stored == JSON:  # fewer bytes may be read than there are
+                        found[suffix].zero_()
                     at += align(num_bytes)
                 arrays.append(found)
             fill(
@@ -592,6 +599,8 @@ class DummyWeights:
                 )
                 for part, values in _spread(draws.view(-1), pool, start):
                     part.copy_(values)
+            elif value == "table":
+                target.copy_(torch.tensor(layouts.NF4))
             elif value == "order":
                 target.copy_(torch.arange(target.numel()))
             else:

@@ -230,6 +230,61 @@ def float8(strategy: str, dtype: torch.dtype = torch.float32, method: str = "") 
     return _compressed("float-quantized", weights, make)
 
 
+NF4_MAP = torch.tensor(
+    [
+        *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0),
+        *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+    ]
+)
+
+
+def nf4(*, nested: bool) -> Way:
+    """Return bitsandbytes' 4 bits, with scales of their own scales."""
+
+    def make(weight: torch.Tensor, rng: torch.Generator) -> tuple[Arrays, torch.Tensor]:
+        blocks = weight.reshape(-1, 64)
+        scale = blocks.abs().amax(1)
+        state: dict[str, Any] = {
+            "quant_type": "nf4",
+            "blocksize": 64,
+            "dtype": "float32",
+            "shape": list(weight.shape),
+        }
+        arrays: Arrays = {"weight.absmax": scale}
+        if nested:
+            offset = scale.mean()
+            code = torch.rand(256, generator=rng).sort().values * 2 - 1
+            rest = scale - offset
+            padded = torch.nn.functional.pad(rest, (0, -rest.numel() % 256)).view(-1, 256)
+            own = padded.abs().amax(1)
+            spread = own.repeat_interleave(256)[: rest.numel()]
+            found = ((rest / spread)[:, None] - code).abs().argmin(1)
+            arrays = {
+                "weight.absmax": found.to(torch.uint8),
+                "weight.nested_absmax": own,
+                "weight.nested_quant_map": code,
+            }
+            scale = code[found] * spread + offset
+            state |= {"nested_blocksize": 256, "nested_offset": offset.item()}
+        chosen = ((blocks / scale[:, None])[..., None] - NF4_MAP).abs().argmin(-1).view(-1)
+        text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+        arrays |= {
+            "weight": (chosen[::2] << 4 | chosen[1::2]).to(torch.uint8).view(-1, 1),
+            "weight.quant_map": NF4_MAP.clone(),
+            "weight.quant_state.bitsandbytes__nf4": text.clone(),
+        }
+        return arrays, (NF4_MAP[chosen].view(-1, 64) * scale[:, None]).view(weight.shape)
+
+    config = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_quant_storage": "uint8",
+    }
+    return Way(config, make)
+
+
 COMPRESSED: dict[str, Way] = {
     "packed 4, groups of 64": packed(4, 64),
     "packed 4, zero points, float16": packed(4, 32, symmetric=False, dtype=torch.float16),
@@ -243,6 +298,8 @@ COMPRESSED: dict[str, Way] = {
     "float8 of blocks": float8("block"),
 }
 WAYS: dict[str, Way] = COMPRESSED | {
+    "nf4": nf4(nested=False),
+    "nf4, nested": nf4(nested=True),
     "fp8 of matrices": float8("tensor", method="fp8"),
     "fp8 of blocks": float8("block", method="fp8"),
     "awq, groups of 32": awq(32),

@@ -38,7 +38,10 @@ PLACES: dict[str, dict[str, Any]] = {
 
 FAST = ("awq, groups of 32", "gptq 4, v2, in order of activations", "fp8 of blocks")
 
-SOME = (*FAST, "gptq 8, v2", "packed 4, zero points, float16", "int8", "float8 of rows")
+SOME = (
+    *FAST,
+    *("nf4, nested", "gptq 8, v2", "packed 4, zero points, float16", "int8", "float8 of rows"),
+)
 """One of each layout, which `make test` runs."""
 
 
@@ -193,6 +196,8 @@ def compressed_of(
         ({"quant_method": "awq", "group_size": 128}, "groups of 128 that divide its columns"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2', expected e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"got \[128\]"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "without load_in_4bit"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bnb_4bit_quant_type='fp4'"),
         (compressed_of(format="nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'"),
         (compressed_of(quantization_status="frozen_"), "quantization_status='frozen_'"),
         (compressed_of(sparsity_config={"format": "sparse-24"}), "sparsity_config"),
@@ -345,3 +350,40 @@ def test_activations_that_are_not_quantised_here_are_noted(folders, tmp_path):
     [note] = read_folder(tmp_path).notes
     assert "activations, keys and values are not quantised here" in note
     assert not read_folder(folder).notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nested", [False, True])
+def test_nf4_is_what_bitsandbytes_writes_and_reads(nested, tmp_path):
+    functional = pytest.importorskip("bitsandbytes.functional", reason="a second reader")
+
+    def make(weight: torch.Tensor, _: torch.Generator) -> Any:
+        values, state = functional.quantize_4bit(
+            weight, blocksize=64, compress_statistics=nested, quant_type="nf4"
+        )
+        arrays = {f"weight.{name}": x for name, x in state.as_dict(packed=True).items()}
+        return arrays | {"weight": values}, functional.dequantize_4bit(values, state)
+
+    way = Way(WAYS["nf4, nested" if nested else "nf4"].config, make)
+    folder, plain, meant = write(tmp_path, way)
+    llm = open_llm(folder, **LIMITS, cpu_offload_gb=1)
+    for parameter, weight in read_back(llm).items():
+        assert torch.equal(weight, meant[parameter]), parameter
+    assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
+    llm.close()
+
+
+def test_nf4_of_another_block_or_table_is_refused(folders, tmp_path):
+    folder, _, _ = folders("nf4")
+    state = "weight.quant_state.bitsandbytes__nf4"
+    other = torch.frombuffer(
+        bytearray(b'{"quant_type": "nf4", "blocksize": 128}'), dtype=torch.uint8
+    )
+    for change, message in (
+        ({state: lambda _: other.clone()}, "blocksize.: 128"),
+        ({state: lambda x: x[:20]}, "quant_state cannot be read"),
+        ({"weight.quant_map": lambda x: x + 1}, "expected the values of nf4"),
+    ):
+        damage(folder, tmp_path, change)
+        with pytest.raises(CheckpointError, match=message):
+            open_llm(tmp_path, **LIMITS)
