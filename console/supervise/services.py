@@ -511,7 +511,8 @@ class OwnService:
             case "draining":
                 self._enter("stopping", "it was asked to end from outside")
             case "loading" | "not_loaded" if self.state == "loading":
-                found = (health.get("phase"), health.get("bytes_done"), health.get("bytes_total"))
+                phase = health.get("phase") or self._phase
+                found = (phase, health.get("bytes_done"), health.get("bytes_total"))
                 if found != (self._phase, self._bytes_done, self._bytes_total):
                     self._phase, self._bytes_done, self._bytes_total = found
                     self._progressed_s = self._site.clock()
