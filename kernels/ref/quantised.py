@@ -12,7 +12,7 @@ _CHUNK_BYTES = 32 * 2**20
 """Float32 weights that are restored at a time."""
 
 
-def values_of(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
+def _values_of(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
     """Return the values of some rows, uint8 [T, K]."""
     num_columns, tiles = weight.num_columns, -(-weight.num_columns // QUANTISED_TILE)
     if weight.bits == 8:
@@ -38,7 +38,7 @@ def _spread(each: torch.Tensor, size: int, num_columns: int) -> torch.Tensor:
 def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
     """Twin of kernels.ops.quantised.rows."""
     num_columns = weight.num_columns
-    values = values_of(weight, ids_T)
+    values = _values_of(weight, ids_T)
     if weight.kind == "table4":
         assert weight.table is not None
         found = weight.table[values.int()]
