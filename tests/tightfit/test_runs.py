@@ -130,7 +130,7 @@ def test_an_end_from_outside_is_one_json_document_too(
     ("line", "found"),
     [
         ("tightfit pl", ["plan"]),
-        ("tightfit models fetch sm", ["smollm2_135m"]),
+        ("tightfit models fetch sm", ["smollm2_135m", "smollm2_135m_q4"]),
         ("tightfit models pa", ["pack"]),
         ("tightfit serve gl", ["glass"]),
         (f"tightfit open {OLD[:6]}", [OLD]),
