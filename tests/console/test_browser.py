@@ -1,4 +1,4 @@
-"""The life of a model in the console, in a browser: real console, real server."""
+"""The life of a model in the console, in a browser: real console, real server, real harness."""
 
 import json
 import os
@@ -16,6 +16,7 @@ import pytest
 
 from catalogue.files import models_folder
 from console.registry.database import Database
+from console.registry.models import Models
 from console.registry.tables import Service
 from console.supervise.supervisor import MAIN
 from tests.console.browser import WIDTHS, Browser, browsing
@@ -34,19 +35,23 @@ ADDRESS = re.compile(r"console at (http://[^\s,]+)")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A home with one model: glass, which chats."""
+    """A home with glass as two models, which chat; the registry has one of them."""
     found = tmp_path_factory.mktemp("home [1]")
-    folder = found / "models" / "tiny"
-    shutil.copytree(models_folder() / "glass", folder)
-    settings = folder / "tokenizer_config.json"
-    told = json.loads(settings.read_text(encoding="utf-8"))
-    settings.write_text(json.dumps(told | {"chat_template": TEMPLATE}), encoding="utf-8")
+    for name in ("tiny", "other"):
+        folder = found / "models" / name
+        shutil.copytree(models_folder() / "glass", folder)
+        settings = folder / "tokenizer_config.json"
+        told = json.loads(settings.read_text(encoding="utf-8"))
+        settings.write_text(json.dumps(told | {"chat_template": TEMPLATE}), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     database = Database.open(found / "registry.db")
     with database.write() as session:
         session.add(Service(name=MAIN, kind="own", port=port, failures=[]))
+    models = Models(database)
+    models.add(str(found / "models" / "other"), settings={"max_model_len": 128})
+    models.set_profile("other", "two", {"max_num_seqs": 2})
     database.close()
     return found
 
@@ -113,9 +118,9 @@ def effective(browser: Browser, setting: str) -> str:
     return next((row.split()[-1] for row in rows if row.startswith(setting)), "not there")
 
 
-def make_profile(browser: Browser, name: str, **settings: str) -> None:
-    """Make a profile of the first model."""
-    browser.open("/models/1")
+def make_profile(browser: Browser, model: str, name: str, **settings: str) -> None:
+    """Make a profile of a model, which has an address."""
+    browser.open(model)
     browser.one("details:last-of-type summary").click()
     browser.wait(lambda: browser.one("#new-name").is_displayed())
     browser.type("#new-name", name)
@@ -136,11 +141,13 @@ def test_the_life_of_a_model(browser: Browser, home: Path):
     browser.press("Add")
     browser.wait_for("Profiles")
     assert browser.text("h1") == "tiny"
+    model = browser.run("return location.pathname")
 
     # Serve, chat, logs.
     browser.open("/models")
-    browser.wait_for("fits", ".card")
-    browser.press("Serve")
+    browser.wait_for("fits", ".card:nth-of-type(2)")
+    assert browser.text(".card:nth-of-type(2) h3") == "tiny"
+    browser.press("Serve", ".card:nth-of-type(2)")
     browser.wait(lambda: state(browser) == "ready", "ready", LOAD_S)
     assert "tiny is ready" in browser.text("h1")
     browser.open("/chat")
@@ -152,7 +159,7 @@ def test_the_life_of_a_model(browser: Browser, home: Path):
     assert len(browser.all("#log div")) > 3
 
     # Another profile, another context.
-    make_profile(browser, "two", sequences="2")
+    make_profile(browser, model, "two", sequences="2")
     switch(browser, "two", "ready")
     assert effective(browser, "sequences at once") == "2"
     browser.type("input[name=max_model_len]", "96")
@@ -160,7 +167,7 @@ def test_the_life_of_a_model(browser: Browser, home: Path):
     browser.wait(lambda: effective(browser, "longest sequence") == "96", "96 tokens", LOAD_S)
 
     # What cannot fit fails and says why; then it recovers.
-    make_profile(browser, "never", utilization="0.00001")
+    make_profile(browser, model, "never", utilization="0.00001")
     switch(browser, "never", "failed")
     browser.wait_for("does not fit", ".panel .error")
     browser.open("/chat")
@@ -168,6 +175,26 @@ def test_the_life_of_a_model(browser: Browser, home: Path):
     switch(browser, "default", "ready")
     browser.press("Stop")
     browser.wait(lambda: state(browser) == "stopped", "stopped", 60)
+
+
+def test_what_is_tested_has_a_history_and_a_report(browser: Browser):
+    browser.open("/tests?model=1")
+    browser.type("#t-requests", "1")
+    browser.press("Test")
+    browser.wait_for("finished", "main", 120)
+    browser.one("tbody a").click()
+    browser.wait_for("Figures")
+    browser.open("/runs")
+    browser.wait_for("ok")
+
+    browser.open("/tests?model=1")
+    choose(browser, "#a-profile", "other: default")
+    choose(browser, "#b-profile", "other: two")
+    browser.type("#a-requests", "1")
+    browser.press("Compare")
+    browser.wait_for("A/B of other")
+    browser.press("Cancel")
+    browser.wait_for("cancelled", "main", 100)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -178,3 +205,14 @@ def test_every_view_of_it_is_whole(browser: Browser, width: int):
         assert browser.overflow() == [], view
     assert browser.complaints() == []
     browser.resize(1280)
+
+
+def test_a_deleted_model_is_gone_with_its_files(browser: Browser, home: Path):
+    browser.open("/models/1/delete")
+    assert "MiB" in browser.text(".verdict .answer")
+    browser.type("#confirm", "other")
+    browser.press("Delete")
+    browser.wait_for("Look for new", "main", 30)
+    browser.wait(lambda: "other" not in browser.text())
+    assert not (home / "models" / "other").exists()
+    assert (home / "models" / "tiny").exists()
