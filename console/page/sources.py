@@ -16,6 +16,8 @@ from console.registry.models import Models
 from console.registry.results import PAGE, Results
 from console.registry.tables import OPEN, TEST_STATUSES, Comparison, Model, Performance, TestRun
 
+LABELS: Final = {"url": "address", "is_loopback": "only this machine", "needs_key": "needs a key"}
+"""What the settings of the console are called, where it is not by their names."""
 ENDED: Final = tuple(status for status in TEST_STATUSES if status not in OPEN)
 
 
@@ -148,7 +150,7 @@ class Sources:
     def settings(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Return what the console runs with, in groups."""
         console = self.snapshot().get("console") or {}
-        own = [(name.replace("_", " "), texts.word(value)) for name, value in console.items()]
+        own = [(LABELS.get(name, name), texts.word(value)) for name, value in console.items()]
         return [
             ("Console", own),
             ("Folders", [("home", str(self.home)), ("registry", str(self._database.path))]),
