@@ -76,7 +76,8 @@ def main() -> int:
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
         subprocess.Popen([sys.executable, "-c", code])
     if "mute" in WORDS:
-        X = ThreadingHTTPServer(
+        wait()
+    server = ThreadingHTTPServer(
         ("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler
     )
     threading.Thread(target=server.serve_forever, daemon=True).start()
