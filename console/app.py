@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
@@ -28,7 +29,7 @@ from console.registry.database import Database
 from console.registry.holdings import Holdings
 from console.registry.models import Models
 from console.registry.results import PAGE, Results
-from console.registry.tables import Model, Profile, TestRun
+from console.registry.tables import MOST_ID, Model, Profile, TestRun
 from console.settings import ConsoleSettings
 from console.testing.export import as_csv, as_json
 from console.verdicts import Verdicts
@@ -447,7 +448,7 @@ class Console:
 
     def _row(self, table: type[Any], row_id: int, name: str) -> Any:
         with self._database.read() as session:
-            found = session.get(table, row_id) if 0 < row_id < 2**63 else None
+            found = session.get(table, row_id) if row_id <= MOST_ID else None
         if found is None:
             raise APIError(404, f"{name}: there is none with the id {row_id}.", param=name)
         return found
@@ -509,6 +510,7 @@ def make_app(
             ModelUnavailableError: _on_error,
             LookupError: _on_error,
             HTTPException: _on_error,
+            RequestValidationError: _on_error,
             ClientDisconnect: _on_error,
             Exception: _on_error,
         },
@@ -546,6 +548,11 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
             found = APIError(status, str(error), param=error.field, code=code)
         case ConfigError() | ModelUnavailableError():
             found = APIError(400, as_flags(str(error)), code="invalid_value")
+        case RequestValidationError():
+            first = error.errors()[0]
+            name = str(first["loc"][-1])
+            text = f"{name}: expected an integer, got {first['input']!r}."
+            found = APIError(400, text, param=name, code="invalid_value")
         case HTTPException(status_code=405):
             found = APIError(405, f"{request.method} does not go with {path}.", code="method")
         case HTTPException(status_code=status):

@@ -14,7 +14,15 @@ from console.registry.database import Database
 from console.registry.holdings import Holdings, Removal
 from console.registry.models import Models
 from console.registry.results import PAGE, Results
-from console.registry.tables import OPEN, TEST_STATUSES, Comparison, Model, Performance, TestRun
+from console.registry.tables import (
+    MOST_ID,
+    OPEN,
+    TEST_STATUSES,
+    Comparison,
+    Model,
+    Performance,
+    TestRun,
+)
 
 LABELS: Final = {"url": "address", "is_loopback": "only this machine", "needs_key": "needs a key"}
 """What the settings of the console are called, where it is not by their names."""
@@ -99,7 +107,7 @@ class Sources:
     def test(self, run_id: int) -> TestRun | None:
         """Return a test; None: there is none."""
         with self._database.read() as session:
-            return session.get(TestRun, run_id)
+            return session.get(TestRun, run_id) if run_id <= MOST_ID else None
 
     def comparison(self, run_id: int) -> Comparison | None:
         """Return the comparison that a test made; None: it made none."""

@@ -8,7 +8,14 @@ from sqlalchemy import func, select, update
 
 from console.registry.checks import FieldError
 from console.registry.database import Database
-from console.registry.tables import OPEN, TEST_STATUSES, Comparison, Performance, TestRun
+from console.registry.tables import (
+    MOST_ID,
+    OPEN,
+    TEST_STATUSES,
+    Comparison,
+    Performance,
+    TestRun,
+)
 from engine.sealed import check_choice
 
 PAGE: Final = 50
@@ -77,7 +84,7 @@ class Results:
         Args:
             model_id: whose; None: of all models.
             statuses: those wanted; empty: all.
-            before_id: the last one of the page before; None: the first page.
+            before_id: the last one of the page before, of any size; None: the first page.
             limit: rows of a page.
         """
         chosen = select(TestRun).order_by(TestRun.id.desc()).limit(limit)
@@ -86,7 +93,7 @@ class Results:
         if statuses:
             chosen = chosen.where(TestRun.status.in_(statuses))
         if before_id is not None:
-            chosen = chosen.where(TestRun.id < before_id)
+            chosen = chosen.where(TestRun.id < max(0, min(before_id, MOST_ID)))
         with self._database.read() as session:
             return session.scalars(chosen).all()
 

@@ -27,6 +27,8 @@ PERFORMANCE_PARTS: Final = ("load", "throughput", "latency", "memory")
 SERVICE_KINDS: Final = ("own", "systemd")
 SERVICE_WISHES: Final = ("running", "stopped")
 
+MOST_ID: Final = 2**63 - 1
+"""The largest id that SQLite can be asked for."""
 _IDS: Final = {"sqlite_autoincrement": True}
 """An id is never given again: what a page still shows of a removed row names no other."""
 Plain: Final = JSON(none_as_null=True)

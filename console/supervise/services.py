@@ -237,7 +237,7 @@ class OwnService:
             "phase": self._phase if is_loading else None,
             "bytes_done": self._bytes_done if is_loading else None,
             "bytes_total": self._bytes_total if is_loading else None,
-            "spent_s": time.time() - self._since_s if is_loading else None,
+            "spent_s": max(0.0, time.time() - self._since_s) if is_loading else None,
             "reason": self.reason,
             "log_tail": "\n".join(self._tail) or None,
             "pid": self.pid,
@@ -421,8 +421,8 @@ class OwnService:
 
     def _recent(self) -> list[float]:
         """Return when it failed of late."""
-        since_s = time.time() - self._limits.crash_window_s
-        return [each for each in self._failures if each > since_s]
+        now_s, window_s = time.time(), self._limits.crash_window_s
+        return [each for each in self._failures if abs(now_s - each) < window_s]  # it may be set
 
     async def _run(self) -> Failure | None:
         """Run one process to its end; return why it failed, None where it ended as asked."""
@@ -484,15 +484,21 @@ class OwnService:
 
     async def _look(self, child: Child) -> str | None:
         """Ask a server how it is; return why it is to be ended, None where it is well."""
-        now_s = self._site.clock()
         health = None if child.url is None else await self._figures.health(child.url)
+        now_s = self._site.clock()
         if self._ending.is_set():
             return None
         if health is not None:
             self._answered_s = now_s
+            if self.state == "ready":
+                self._tell(None)
             self._take_health(health)
-        elif self.state == "ready" and now_s - self._answered_s > self._limits.silent_s:
-            return f"it gave no answer for {self._limits.silent_s:g} s"
+        elif self.state == "ready":
+            silent_s = now_s - self._answered_s
+            if silent_s > self._limits.silent_s:
+                return f"it gave no answer for {self._limits.silent_s:g} s"
+            self._load = None
+            self._tell(f"it gives no answer since {silent_s:.0f} s")
         if self.state == "loading":
             if health is not None and health.get("state") == "ready":
                 await self._become_ready(child)
@@ -503,6 +509,12 @@ class OwnService:
         if self.state == "ready" and health is not None:
             await self._take_load(child)
         return None
+
+    def _tell(self, reason: str | None) -> None:
+        """Say something of the state that it is in."""
+        if reason != self.reason:
+            self.reason = reason
+            self._site.on_change()
 
     def _take_health(self, health: Plain) -> None:
         match health.get("state"):

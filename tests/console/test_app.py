@@ -232,6 +232,9 @@ def test_actions_are_submitted(
         ("POST", "/api/models", {"source": ""}, 400, "source"),
         ("POST", "/api/plan", {"settings": {}}, 400, "source"),
         ("GET", "/api/tests/9.csv", None, 404, "test"),
+        ("GET", f"/api/models/{10**30}", None, 404, "model"),
+        ("GET", "/api/tests?before=x", None, 400, "before"),
+        ("GET", "/api/runs?start=1.5", None, 400, "start"),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_field(
@@ -381,6 +384,15 @@ def test_lists(client: TestClient) -> None:
     told = client.get("/api/logs/1?after=3").json()
     assert told == {"lines": [{"level": "info", "text": "after 3"}], "after": "7"}
     assert client.get("/api/logs/2").status_code == 404
+
+
+def test_numbers_of_any_size_are_no_fault(client: TestClient) -> None:
+    assert client.get(f"/tests/{10**30}").status_code == 404
+    pages = [client.get(f"/api/tests?before={sign}{10**30}") for sign in ("", "-")]
+    assert [(page.status_code, bool(page.json()["tests"])) for page in pages] == [
+        (200, bool(client.get("/api/tests").json()["tests"])),
+        (200, False),
+    ]
 
 
 def test_chat_without_a_model(client: TestClient, scripted: Scripted) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -185,6 +187,33 @@ def test_a_server_that_fails_after_it_was_ready_is_started_again(
             last = await until(lambda: (x := main_of(supervisor))["state"] == "failed" and x)
             assert last["reason"].startswith("signal SIGKILL ended it")
             assert (last["is_crash_loop"], last["auto_restart"]) == (False, False)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_falls_silent_is_not_shown_as_well(database: Database, home: Path) -> None:
+    async def run() -> None:
+        profile = add_model(database, "plain")
+        async with supervising(database, home, answer_s=0.3) as supervisor:
+            await serve(supervisor, profile)
+            await until(lambda: main_of(supervisor)["load"])
+            pid = main_of(supervisor)["pid"]
+            os.kill(pid, signal.SIGSTOP)
+            silent = await until(lambda: (x := main_of(supervisor))["reason"] and x)
+            assert re.fullmatch(r"it gives no answer since \d+ s", silent["reason"])
+            assert (silent["state"], silent["load"]) == ("ready", None)
+            os.kill(pid, signal.SIGCONT)
+            await until(lambda: (x := main_of(supervisor))["reason"] is None and x["load"])
+
+    asyncio.run(run())
+
+
+def test_failures_before_a_clock_was_set_back_are_forgotten(database: Database, home: Path) -> None:
+    async def run() -> None:
+        later = [time.time() + 3600] * 2
+        set_row(database, port=0, failures=later)
+        async with supervising(database, home) as supervisor:
+            assert main_of(supervisor)["failures"] == []
 
     asyncio.run(run())
 
