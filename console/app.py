@@ -25,7 +25,7 @@ from console.page.runs import Runs
 from console.page.sources import Sources
 from console.page.views import Pages
 from console.registry.checks import BusyError, FieldError
-from console.registry.database import Database
+from console.registry.database import Database, RegistryError
 from console.registry.holdings import Holdings
 from console.registry.models import Models
 from console.registry.results import PAGE, Results
@@ -509,6 +509,7 @@ def make_app(
             ConfigError: _on_error,
             ModelUnavailableError: _on_error,
             LookupError: _on_error,
+            RegistryError: _on_error,
             HTTPException: _on_error,
             RequestValidationError: _on_error,
             ClientDisconnect: _on_error,
@@ -553,6 +554,8 @@ def _as_api_error(request: Request, error: Exception) -> APIError:
             name = str(first["loc"][-1])
             text = f"{name}: expected an integer, got {first['input']!r}."
             found = APIError(400, text, param=name, code="invalid_value")
+        case RegistryError():
+            found = APIError(503, str(error), code="registry_failed")
         case HTTPException(status_code=405):
             found = APIError(405, f"{request.method} does not go with {path}.", code="method")
         case HTTPException(status_code=status):

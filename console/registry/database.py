@@ -38,6 +38,7 @@ class Database:
         self._write = engine.execution_options(begin="BEGIN IMMEDIATE")
         self._watch = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
         self._watching = threading.Lock()
+        self._file = _file_at(path)
 
     @classmethod
     def open(cls, path: Path | None = None) -> Self:
@@ -83,8 +84,14 @@ class Database:
         No other process writes meanwhile: compute first, and keep it short.
 
         Raises:
-            RegistryError: the disk is full, or does not take it; nothing is changed then.
+            RegistryError: the disk is full, or does not take it, or the file was deleted or
+                replaced since it was opened; nothing is changed then.
         """
+        if _file_at(self.path) != self._file:
+            raise RegistryError(
+                f"{self.path}: expected the file that was opened, got another one or none: what is "
+                "written now would be lost. Put it back, or restart this program."
+            )
         with (
             self._telling(),
             Session(self._write, expire_on_commit=False) as session,
@@ -113,6 +120,15 @@ class Database:
         """Close every connection."""
         self._watch.close()
         self._engine.dispose()
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one at its place; None: there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _engine(path: Path) -> Engine:

@@ -15,7 +15,7 @@ from catalogue.models import find
 from console.app import Console, make_app
 from console.page.sources import Sources
 from console.registry.checks import BusyError, FieldError
-from console.registry.database import Database
+from console.registry.database import Database, RegistryError
 from console.registry.tables import Model, Profile, TestRun
 from console.settings import ConsoleSettings
 
@@ -257,6 +257,7 @@ def test_what_is_wrong_is_refused_with_its_field(
         (BusyError("service", "service: main is loading."), 409, "busy"),
         (FieldError("max_model_len", "max_model_len: too long."), 400, "invalid_value"),
         (LookupError("service: there is none with the id 4."), 404, "not_found"),
+        (RegistryError("registry.db: the disk is full."), 503, "registry_failed"),
         (ValueError("a fault"), 500, "console_failed"),
     ],
 )

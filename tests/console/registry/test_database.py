@@ -206,3 +206,15 @@ def test_changes_of_a_transaction_that_failed_are_undone(
         fail()
     with database.read() as session:
         assert session.scalar(select(func.count(Service.id))) == 0
+
+
+def test_nothing_is_written_to_a_file_that_was_deleted(database: Database) -> None:
+    kept = database.path.rename(database.path.with_name("kept.db"))
+    with (
+        pytest.raises(RegistryError, match=r"registry\.db: expected the file that was opened"),
+        database.write(),
+    ):
+        pass
+    kept.rename(database.path)
+    with database.write() as session:
+        session.add(Service(name="s", kind="own"))
