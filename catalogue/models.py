@@ -85,6 +85,11 @@ def named(model: str, config_dir: Path | None = None) -> Model:
                 return _to_model(name, path)
         source = ModelSource(kind="hub", repo=model, revision="main")
         return Model(name=_short(model.partition("/")[2]), source=source)
+    if Path(model).is_absolute():
+        raise ConfigError(
+            f"model: expected a folder or file that there is, got {model!r}. Put it back, or give "
+            "another one."
+        )
     known = names(config_dir)
     raise ConfigError(
         f"model: expected one of {', '.join(known)}, a folder, or OWNER/NAME of a model hub, got "
