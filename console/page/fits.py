@@ -1,8 +1,9 @@
 """Whether models fit this machine's card, planned one after the other behind the pages."""
 
+import logging
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final
 
 from console.page import texts
@@ -11,6 +12,8 @@ from console.registry.proposals import Proposal, propose
 from console.registry.tables import Model
 from engine.errors import EngineError
 
+logger = logging.getLogger("console")
+
 PLANNING: Final[Mapping[str, Any]] = {"answer": "being planned", "kind": None, "why": ()}
 
 
@@ -18,12 +21,15 @@ class Fits:
     """Verdicts of plans of default profiles; pages do not wait for the tenth of a second of each.
 
     A verdict is of the card's memory as it is in whole, so it holds until the settings change.
+
+    Args:
+        worker: plans; None: a thread of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Executor | None = None) -> None:
         self._known: dict[int, tuple[float, Mapping[str, Any]]] = {}
         self._lock = threading.Lock()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="fits")
+        self._worker = worker or ThreadPoolExecutor(1, thread_name_prefix="fits")
 
     def of(self, model: Model) -> Mapping[str, Any]:
         """Return answer, kind and why of a model; they are planned now where they are not known."""
@@ -45,6 +51,9 @@ class Fits:
             found = said(propose(model, default_of(model).settings, explain=False))
         except EngineError as error:
             found = {"answer": texts.UNKNOWN, "kind": None, "why": (str(error),)}
+        except Exception as error:  # it would read "being planned" for good
+            logger.exception("%s could not be planned", model.name)
+            found = {"answer": texts.UNKNOWN, "kind": None, "why": (repr(error),)}
         with self._lock:
             self._known[model.id] = (stamp, found)
 
