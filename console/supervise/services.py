@@ -498,7 +498,7 @@ class OwnService:
             if silent_s > self._limits.silent_s:
                 return f"it gave no answer for {self._limits.silent_s:g} s"
             self._load = None
-            self._tell(f"it gives no answer since {silent_s:.0f} s")
+            self._tell(f"it has not answered for {silent_s:.0f} s")
         if self.state == "loading":
             if health is not None and health.get("state") == "ready":
                 await self._become_ready(child)

@@ -200,7 +200,7 @@ def test_a_server_that_falls_silent_is_not_shown_as_well(database: Database, hom
             pid = main_of(supervisor)["pid"]
             os.kill(pid, signal.SIGSTOP)
             silent = await until(lambda: (x := main_of(supervisor))["reason"] and x)
-            assert re.fullmatch(r"it gives no answer since \d+ s", silent["reason"])
+            assert re.fullmatch(r"it has not answered for \d+ s", silent["reason"])
             assert (silent["state"], silent["load"]) == ("ready", None)
             os.kill(pid, signal.SIGCONT)
             await until(lambda: (x := main_of(supervisor))["reason"] is None and x["load"])
