@@ -40,7 +40,7 @@ test-slow: setup ## the tests that take longer (storms, interpreted kernels, who
 	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not weights and not browser" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-browser: setup ## drive the console's pages in headless Chromium (Debian: chromium, chromium-driver)
-	$(PY) -m harness.models fetch glass
+	$(PY) -m tightfit models fetch glass
 	$(TEST_ENV) $(PY) -m pytest -m browser -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types arch test ## everything that must pass before a commit

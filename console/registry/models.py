@@ -394,7 +394,7 @@ def standing(found: State) -> dict[str, Any]:
     if found.kind == "present":
         return {"state": "untested", "reason": None}
     if found.kind == "absent":
-        return {"state": "missing", "reason": "not downloaded"}
+        return {"state": "missing", "reason": "its files are not on this machine"}
     lacking = [] if found.path is None else missing_files(found.path)
     what = f"lacks {', '.join(lacking)}" if lacking else "a download was cut short"
     return {"state": "missing", "reason": f"{what} ({found.num_bytes} bytes are here)"}

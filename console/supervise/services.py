@@ -120,7 +120,7 @@ def _command_of(model: Model, profile: Profile) -> Plain:
         why = f" ({model.reason})" if model.reason else ""
         return {
             "refusal": f"model: expected one whose weights are on this machine, got {model.name}, "
-            f"which is {model.state}{why}. Download it first."
+            f"which is {model.state}{why}. Download it, or bring its files back."
         }
     try:
         source = source_of(model)
@@ -354,9 +354,11 @@ class OwnService:
             await asyncio.wait([life])
 
     async def reset(self) -> None:
-        """Forget failures: a service that failed is stopped, and can start by itself again."""
+        """Forget failures: a service that failed is stopped until a person starts it."""
         self._failures.clear()
         if self.state == "failed":
+            await self._store(wanted="stopped")
+            self.wanted = "stopped"
             self._enter("stopped")
         await self._store_state()
 

@@ -53,7 +53,10 @@ def test_a_scan_follows_the_disk(
     checkpoint(tmp_path / "b", num_hidden_layers=1)
     found = disk.scan()
     assert (found.vanished, found.changed, found.returned) == (["a"], ["b"], [])
-    assert (models.get("a").state, models.get("a").reason) == ("missing", "not downloaded")
+    assert (models.get("a").state, models.get("a").reason) == (
+        "missing",
+        "its files are not on this machine",
+    )
     assert models.get("b").reason.startswith("its files changed: 0.00 GiB before")
     assert models.get("b").spec["num_hidden_layers"] == 1
     (tmp_path / "gone").rename(tmp_path / "a")

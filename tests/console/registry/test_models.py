@@ -53,7 +53,7 @@ def test_a_folder_is_added_with_the_sizes_of_its_headers(models: Models, tmp_pat
 def test_a_name_of_the_catalogue_and_a_hub_s_id_are_one_model(models: Models) -> None:
     row = models.store(models.describe("allenai/OLMo-2-1124-7B-Instruct"), {})
     assert (row.name, row.source, row.kind, row.state) == ("olmo7b", "olmo7b", "hub", "missing")
-    assert row.reason == "not downloaded"
+    assert row.reason == "its files are not on this machine"
     assert row.weights_bytes == find("olmo7b").spec.weight_bytes()
     assert entry_of(row) == find("olmo7b")
     with pytest.raises(FieldError, match=r"source: .* got that of olmo7b") as refused:

@@ -161,6 +161,7 @@ def test_a_crash_loop_stops_says_so_and_is_reset(database: Database, home: Path)
             await supervisor.wait(await supervisor.submit("reset", service_id=1))
             found = main_of(supervisor)
             assert (found["state"], found["reason"], found["failures"]) == ("stopped", None, [])
+            assert service_row(database).wanted == "stopped"
             started = await supervisor.wait(await supervisor.submit("start", service_id=1))
             assert started.state == "failed"
             assert len(main_of(supervisor)["failures"]) == 3
