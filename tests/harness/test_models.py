@@ -24,7 +24,7 @@ def test_the_catalogue_is_shown_without_a_registry(
 @pytest.mark.parametrize("verb", ["show", "fetch", "remove", "pack"])
 def test_an_unknown_name_is_refused(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "olmo7bb"]) == 2
-    assert "got 'olmo7bb'. Did you mean: olmo7b" in capsys.readouterr().err
+    assert "got 'olmo7bb'. Did you mean olmo7b?" in capsys.readouterr().err
 
 
 def test_what_was_not_fetched_is_not_removed(
