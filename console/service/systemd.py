@@ -130,8 +130,24 @@ class Systemd:
 
     def state(self, unit: str) -> UnitState:
         """Return what there is to know of a unit."""
+        return self.states([unit])[0]
+
+    def states(self, units: Sequence[str]) -> list[UnitState]:
+        """Return what there is to know of some units, in their order, by one call.
+
+        Raises:
+            ServiceError: systemd refused, or is not there.
+        """
         wanted = f"--property={','.join(_PROPERTIES)}"
-        text = self._call("show", check_name(unit), wanted)
+        text = self._call("show", *map(check_name, units), wanted)
+        parts = text.strip("\n").split("\n\n")
+        if len(parts) != len(units):
+            raise ServiceError(
+                f"service: expected {len(units)} units from systemctl show, got {len(parts)}."
+            )
+        return [self._state(*each) for each in zip(units, parts, strict=True)]
+
+    def _state(self, unit: str, text: str) -> UnitState:
         found = dict(line.partition("=")[::2] for line in text.splitlines())
         known = {name: found.get(name) or None for name in _PROPERTIES}
         has_failed = known["ActiveState"] == "failed" or known["Result"] not in {None, "success"}

@@ -33,6 +33,8 @@ CRASH_WINDOW_S: Final = 300
 ENVIRONMENT_FILE: Final = "-%E/tightfit/service.env"
 """Variables such as HF_TOKEN and TIGHTFIT_API_KEY; %E is /etc, or the user's ~/.config."""
 _NAME: Final = re.compile(rf"{PREFIX}[A-Za-z0-9_.-]{{1,200}}\.service")
+_WORD: Final = re.compile(r'"((?:[^"\\]|\\.)*)"')
+"""As `quoted` writes one."""
 _HARDENED: Final = (
     "NoNewPrivileges=yes",
     "LockPersonality=yes",
@@ -143,6 +145,13 @@ def serves(text: str) -> str | None:
     """Return what a unit of this project serves; None where another one wrote it."""
     found = re.search(rf"^{MARK}=(.*)$", text, re.MULTILINE)
     return None if found is None else found[1].replace("%%", "%")
+
+
+def words_of(text: str, key: str) -> list[str]:
+    """Return the words that a unit of this project has behind a key: a command line, or a list."""
+    lines = re.findall(rf"^{key}=(.*)$", text, re.MULTILINE)
+    found = [word for line in lines for word in _WORD.findall(line)]
+    return [re.sub(r"\\(.)", r"\1", word).replace("%%", "%") for word in found]
 
 
 def quoted(word: str) -> str:

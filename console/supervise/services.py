@@ -212,6 +212,11 @@ class OwnService:
         """The settings of the process; empty where there is none."""
         return {} if self._running is None else self._running.settings
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether its process has other settings than are asked for."""
+        return self.is_up and self.serving_settings != self.asked.settings
+
     def holds(self) -> Plain | None:
         """Return what the process holds of the machine, as it says; None: it does not say."""
         return holds_of(self.pid, self.info)

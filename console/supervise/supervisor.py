@@ -19,14 +19,13 @@ from console.registry.database import Database
 from console.registry.models import Models
 from console.registry.tables import Model, Profile, Service
 from console.service.systemd import Runner, run_command
-from console.service.units import Scope
 from console.supervise.discover import Discovery, Listener, listeners
 from console.supervise.jobs import Job, Jobs
 from console.supervise.log import level_of
 from console.supervise.services import Asked, Limits, OwnService, Site, asked_of
 from console.supervise.tasks import FETCH, Served, Tasks
 from console.supervise.units import LOOK_S as UNITS_S
-from console.supervise.units import Units, find_units
+from console.supervise.units import Installed, Units, UnitService, find_units
 from console.testing.tests import Tests
 from engine.errors import ConfigError
 
@@ -78,7 +77,7 @@ class Supervisor:
         tests: runs tests.
         fetch: command that downloads the model whose name follows.
         list_listeners: returns who listens on this machine.
-        list_units: returns scope, name and profile of units that serve one.
+        list_units: returns the units that serve a profile.
         run_systemctl: runs systemctl and journalctl.
     """
 
@@ -95,11 +94,11 @@ class Supervisor:
         tests: Tests | None = None,
         fetch: Sequence[str] = FETCH,
         list_listeners: Callable[[], list[Listener]] = listeners,
-        list_units: Callable[[], list[tuple[Scope, str, str]]] = find_units,
+        list_units: Callable[[], list[Installed]] = find_units,
         run_systemctl: Runner = run_command,
     ) -> None:
         self._database, self._machine = database, machine
-        self._folder = home / "console"
+        self._home, self._folder = home, home / "console"
         self._command = tuple(command) or module_command("server")
         self._limits, self._clock = limits or Limits(), clock
         self._models = Models(database)
@@ -372,12 +371,12 @@ class Supervisor:
         return lambda _: service.reset(), {}
 
     async def _set_auto_restart(self, served: Served, asked: Given) -> Begun:
-        service = _own(served, "set_auto_restart")
+        service = _own(served, "set_auto_restart", "which systemd starts again when it fails")
         is_on = asked["auto_restart"]
         return lambda _: service.set_auto_restart(is_on), {"auto_restart": is_on}
 
     async def _switch(self, served: Served, asked: Given) -> Begun:
-        service = _own(served, "switch")
+        service = _own(served, "switch", "whose file names its profile")
         profile_id = asked["profile_id"]
         found = await asyncio.to_thread(self._read_asked, profile_id)
         if found.refusal is not None:
@@ -399,10 +398,11 @@ class Supervisor:
                 )
             return asked_of(session, profile_id)
 
-    async def _set_context(self, served: Served, asked: Given) -> Begun:
-        service = _own(served, "set_context")
+    async def _set_context(self, service: Served, asked: Given) -> Begun:
         await self._refresh()
         service.check_startable()
+        if isinstance(service, UnitService):
+            await asyncio.to_thread(service.check_context, self._home)
         found, length = service.asked, {"max_model_len": asked["max_model_len"]}
         profile_id, model_id = found.profile_id, found.model_id
         assert profile_id is not None
@@ -413,7 +413,8 @@ class Supervisor:
             if found.settings.get("max_model_len") != asked["max_model_len"]:
                 await asyncio.to_thread(self._models.set_profile, model_id, found.profile, length)
                 await self._refresh()
-            if service.is_up and service.serving_settings != service.asked.settings:
+                await self._look_at_units()
+            if service.is_behind:
                 await self._anew(job, service)
 
         return work, length
@@ -468,8 +469,13 @@ async def _repeat(look: Callable[[], Awaitable[None]], pause_s: float) -> None:
         await asyncio.sleep(pause_s)
 
 
-def _own(service: Served, action: str) -> OwnService:
+def _own(service: Served, action: str, why: str) -> OwnService:
     """Return a service that the console runs itself.
+
+    Args:
+        service: any.
+        action: what is asked of it.
+        why: what forbids that for a unit.
 
     Raises:
         FieldError: systemd does.
@@ -478,8 +484,9 @@ def _own(service: Served, action: str) -> OwnService:
         return service
     raise FieldError(
         "service_id",
-        f"{action}: expected a service that the console runs, got the unit {service.unit}. Change "
-        "its profile and restart it, or install another one with `tightfit service install`.",
+        f"{action}: expected a service that the console runs, got the unit {service.unit}, "
+        f"{why}. Change its profile and restart it, or install another unit with `tightfit service "
+        "install`.",
     )
 
 

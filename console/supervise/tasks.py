@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from console.registry.holdings import Holdings
 from console.registry.models import Models
 from console.registry.stale import interrupt_stale, is_alive
 from console.registry.tables import Model, Profile, TestRun
+from console.service.systemd import ServiceError
 from console.service.units import PROGRAM
 from console.supervise.child import Child
 from console.supervise.jobs import Job, JobError, Jobs, call_on, in_thread
@@ -27,6 +29,7 @@ _ENDED_WELL: Final = ("finished", "partial")
 Given = Mapping[str, Any]
 Served = OwnService | UnitService
 Begin = Callable[[str, Given], Awaitable[Job]]
+logger = logging.getLogger("console")
 
 
 class Tasks:
@@ -218,21 +221,31 @@ class Tasks:
             call_on(loop, lambda: self._jobs.tell(job, f"{found['phase']}, {_count(found)}"))
 
         stopped: list[Served] = []
-        if row.settings.get("stop_service"):
-            self._jobs.tell(job, "stopping what is served")
-            stopped = [each for each in self._services() if each.wanted == "running"]
-            for service in stopped:
-                await service.end(f"test {row.id} runs")
+        left: list[str] = []
         run = self._tests.follow if is_running else self._tests.run
         # A console that ends leaves a test alone; the next one follows it.
         try:
+            if row.settings.get("stop_service"):
+                self._jobs.tell(job, "stopping what is served")
+                await self._end_served(row, stopped)
             found = await in_thread(lambda: run(row.id, tell))
         finally:
             if asyncio.current_task().cancelling() == 0:  # type: ignore[union-attr]
-                for service in stopped:
-                    await service.revive()
+                left = await _revive(stopped)
+        if left:
+            raise JobError(f"{found.status}, but not started again: {'; '.join(left)}")
         if found.status not in _ENDED_WELL:
             raise JobError(found.reason or found.status)
+
+    async def _end_served(self, row: TestRun, stopped: list[Served]) -> None:
+        """Stop what is served, and note it; a test for which that is refused does not begin."""
+        for service in [each for each in self._services() if each.wanted == "running"]:
+            try:
+                await service.end(f"test {row.id} runs")
+            except ServiceError as error:
+                await in_thread(lambda: self._tests.cancel(row.id))
+                raise JobError(f"{service.name} was not stopped: {error}") from error
+            stopped.append(service)
 
     async def _cancel(self, action: str, asked: Given) -> Job:
         row = await asyncio.to_thread(self._row, TestRun, asked["test_id"], "test")
@@ -250,6 +263,18 @@ class Tasks:
         if row is None:
             raise LookupError(f"{name}: expected the id of one that there is, got {row_id}.")
         return row
+
+
+async def _revive(services: Sequence[Served]) -> list[str]:
+    """Start services again; return why some were not."""
+    left = []
+    for service in services:
+        try:
+            await service.revive()
+        except ServiceError as error:
+            logger.warning("%s was not started again: %s", service.name, error)
+            left.append(f"{service.name}: {error}")
+    return left
 
 
 def _key(row: Model) -> str:

@@ -1,11 +1,14 @@
 """Servers as units of systemd, those that `tightfit service install` wrote and no others."""
 
+import argparse
 import asyncio
 import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -13,16 +16,18 @@ import psutil
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from console.registry.checks import FieldError
 from console.registry.database import Database
 from console.registry.models import find_profile
 from console.registry.tables import Model, Service
 from console.service.cli import installed, units_folder
 from console.service.systemd import Runner, ServiceError, Systemd, UnitState, run_command
-from console.service.units import CONSOLE, Scope, serves
+from console.service.units import CONSOLE, Scope, serves, words_of
 from console.supervise.figures import Figures, effective_of, holds_of
 from console.supervise.jobs import JobError
 from console.supervise.log import MOST_LINES
 from console.supervise.services import Asked, asked_of
+from server.settings import ServerSettings
 
 Plain = dict[str, Any]
 SCOPES: Final[tuple[Scope, ...]] = ("user", "system")
@@ -42,17 +47,73 @@ STATES: Final[Mapping[str | None, str]] = {
 """What systemd calls a unit's state -> what pages do; others are stopped."""
 
 
-def find_units() -> list[tuple[Scope, str, str]]:
-    """Return scope, name and profile of the units that serve one; from their files."""
-    found: list[tuple[Scope, str, str]] = []
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """A unit that serves a profile, as its file says."""
+
+    scope: Scope
+    unit: str
+    profile: str
+    """MODEL or MODEL/PROFILE."""
+    host: str = ServerSettings.host
+    port: int = ServerSettings.port
+    home: Path | None = None
+    """TIGHTFIT_HOME, where its registry is; None: the file does not say."""
+    max_model_len: str | None = None
+    """Where its command has that flag, which counts more than the profile."""
+
+    @property
+    def name(self) -> str:
+        """As pages call it."""
+        stem = self.unit.removesuffix(".service")
+        return stem if self.scope == "user" else f"{stem} (system)"
+
+    @property
+    def url(self) -> str | None:
+        """Where its server answers, asked from this machine; None: on a free port."""
+        if self.port == 0:
+            return None
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+def read_unit(scope: Scope, unit: str, text: str) -> Installed | None:
+    """Return what a unit's file says; None where it serves no profile, or is none of ours.
+
+    Raises:
+        ValueError: its port is no number.
+        argparse.ArgumentError: a flag has no value.
+    """
+    profile = serves(text)
+    if profile is None or unit == CONSOLE:
+        return None
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    flags.add_argument("--host", default=ServerSettings.host)
+    flags.add_argument("--port", default=str(ServerSettings.port))
+    flags.add_argument("--max-model-len")
+    given, _ = flags.parse_known_args(words_of(text, "ExecStart"))
+    variables = dict(word.partition("=")[::2] for word in words_of(text, "Environment"))
+    home = variables.get("TIGHTFIT_HOME")
+    return Installed(
+        scope=scope,
+        unit=unit,
+        profile=profile,
+        host=given.host,
+        port=int(given.port),
+        home=None if home is None else Path(home),
+        max_model_len=given.max_model_len,
+    )
+
+
+def find_units() -> list[Installed]:
+    """Return the units that serve a profile; from their files."""
+    found: list[Installed] = []
     for scope in SCOPES:
         for unit in installed(scope):
-            if unit == CONSOLE:
-                continue
-            with contextlib.suppress(OSError, ValueError):
-                profile = serves((units_folder(scope) / unit).read_text(encoding="utf-8"))
-                if profile is not None:
-                    found.append((scope, unit, profile))
+            with contextlib.suppress(OSError, ValueError, argparse.ArgumentError):
+                text = (units_folder(scope) / unit).read_text(encoding="utf-8")
+                if (read := read_unit(scope, unit, text)) is not None:
+                    found.append(read)
     return found
 
 
@@ -61,16 +122,16 @@ class UnitService:
 
     Args:
         row: of the registry.
-        scope: the user's service manager, or the system's.
-        systemd: talks to it.
+        found: what its file says.
+        systemd: talks to its service manager.
         client: asks servers.
     """
 
     def __init__(
-        self, row: Service, scope: Scope, systemd: Systemd, client: httpx.AsyncClient
+        self, row: Service, found: Installed, systemd: Systemd, client: httpx.AsyncClient
     ) -> None:
         self.id, self.name, self.kind, self.unit = row.id, row.name, row.kind, str(row.unit)
-        self.scope, self.asked = scope, Asked(profile_id=row.profile_id)
+        self.found, self.asked = found, Asked(profile_id=row.profile_id)
         self.log = Journal(lambda: systemd.log(self.unit, LOG_LINES))
         self.state, self._since_s = "stopped", time.time()
         self.reason: str | None = None
@@ -81,7 +142,7 @@ class UnitService:
         self._systemd, self._figures = systemd, Figures(client)
         self._phase: str | None = None
         self._tail: Sequence[str] = ()
-        self._url: str | None = None
+        self._is_crash_loop = False
 
     @property
     def wanted(self) -> str:
@@ -100,8 +161,14 @@ class UnitService:
 
     @property
     def base_url(self) -> str | None:
-        """Where the server answers; None where it does not, or that is not to be found."""
-        return self._url if self.state == "ready" else None
+        """Where the server answers; None where it does not."""
+        return self.found.url if self.state == "ready" else None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether its process has another context window than its profile."""
+        wanted = self.asked.settings.get("max_model_len")
+        return self.is_up and self.info.get("max_model_len") != wanted
 
     def holds(self) -> Plain | None:
         """Return what the process holds of the machine, as it says; None: it does not say."""
@@ -120,7 +187,7 @@ class UnitService:
             "model": asked.model,
             "profile_id": asked.profile_id,
             "profile": asked.profile,
-            "port": None if self._url is None else int(self._url.rpartition(":")[2]),
+            "port": self.found.port or None,
             "wanted": self.wanted,
             "auto_restart": True,
             "state": self.state,
@@ -133,7 +200,7 @@ class UnitService:
             "log_tail": "\n".join(self._tail) or None,
             "pid": self.pid,
             "failures": [],
-            "is_crash_loop": False,
+            "is_crash_loop": self._is_crash_loop,
             "requested": None if asked.model is None else {"model": asked.model, **asked.settings},
             "effective": effective,
             "load": self.load,
@@ -141,33 +208,32 @@ class UnitService:
 
     async def look(self) -> None:
         """Ask systemd how the unit is, and the server how much it serves."""
-        found = await asyncio.to_thread(self._ask)
-        if found is not None:
-            self._take(found)
-        if self.state == "ready" and self._url is None and self.pid is not None:
-            self._url = await asyncio.to_thread(_url_of, self.pid)
+        try:
+            await self.take(await asyncio.to_thread(self._systemd.state, self.unit))
+        except ServiceError as error:
+            self.reason = str(error)
+
+    async def take(self, found: UnitState) -> None:
+        """Take in what systemd says of it, and ask the server how much it serves."""
+        self._take(found)
         if (url := self.base_url) is None:
             self.info, self.load = {}, None
             return
         self.info = self.info or await self._figures.info(url) or {}
         self.load = await self._figures.load(url)
 
-    def _ask(self) -> UnitState | None:
-        try:
-            return self._systemd.state(self.unit)
-        except ServiceError as error:
-            self.reason = str(error)
-            return None
-
     def _take(self, found: UnitState) -> None:
         state = STATES.get(found.active, "stopped")
         if state != self.state:
             self.state, self._since_s = state, time.time()
         if found.pid != self.pid:
-            self.pid, self._url, self.info = found.pid, None, {}
+            self.pid, self.info = found.pid, {}
             self.started_s = _started_s(found.pid)
             self._figures.forget()
-        self._phase = "waiting to restart" if found.sub == "auto-restart" else found.status
+        self._phase = found.status
+        if found.sub == "auto-restart":
+            self._phase = f"waiting to restart, {found.restarts or 0} restarts so far"
+        self._is_crash_loop = found.result == "start-limit-hit"
         self.reason = found.error
         self._tail = (found.error,) if found.error else ()
 
@@ -175,6 +241,32 @@ class UnitService:
 
     def check_startable(self) -> None:
         """Do nothing: systemd says what is wrong."""
+
+    def check_context(self, home: Path) -> None:
+        """Raise FieldError where its profile's context window is not the one that it serves.
+
+        Args:
+            home: TIGHTFIT_HOME of the console.
+        """
+        if self.found.home is not None and self.found.home.resolve() != home.resolve():
+            raise FieldError(
+                "service_id",
+                f"set_context: expected a unit that reads the registry in {home}, got {self.unit}, "
+                f"which reads {self.found.home}. Change the profile there.",
+            )
+        if self.found.max_model_len is not None:
+            raise FieldError(
+                "max_model_len",
+                f"max_model_len: expected a unit without that flag, got {self.unit} with "
+                f"--max-model-len {self.found.max_model_len}, which its profile does not change. "
+                "Install it without the flag.",
+            )
+        if self.asked.profile_id is None:
+            raise FieldError(
+                "service_id",
+                f"set_context: expected {self.found.profile} in the registry, found it not. Add it "
+                "with `tightfit models add`.",
+            )
 
     async def start(self) -> None:
         """Start it where it does not run; return when it serves.
@@ -262,30 +354,47 @@ class Units:
         client: httpx.AsyncClient,
         *,
         runner: Runner = run_command,
-        find: Callable[[], list[tuple[Scope, str, str]]] = find_units,
+        find: Callable[[], list[Installed]] = find_units,
     ) -> None:
         self._database, self._client, self._runner, self._find = database, client, runner, find
         self.services: dict[int, UnitService] = {}
+        self._turn = asyncio.Lock()
 
     async def look(self) -> None:
-        """Find the units, and ask each how it is."""
-        rows = await asyncio.to_thread(self._sync)
-        for row, scope, asked in rows:
-            if row.id not in self.services:
-                systemd = Systemd(scope, self._runner)
-                self.services[row.id] = UnitService(row, scope, systemd, self._client)
-            self.services[row.id].asked = asked
-        for gone in self.services.keys() - {row.id for row, *_ in rows}:
-            del self.services[gone]
-        for service in list(self.services.values()):
-            await service.look()
-        await asyncio.to_thread(self._store)
+        """Find the units, and ask systemd how they are: one call for all of a scope.
 
-    def _sync(self) -> list[tuple[Service, Scope, Asked]]:
+        A unit is shown once systemd has answered for it: where there is none, nothing is.
+        """
+        async with self._turn:
+            rows = await asyncio.to_thread(self._sync)
+            for gone in self.services.keys() - {row.id for row, *_ in rows}:
+                del self.services[gone]
+            for scope in SCOPES:
+                await self._look_at(scope, [each for each in rows if each[1].scope == scope])
+            await asyncio.to_thread(self._store)
+
+    async def _look_at(self, scope: Scope, rows: list[tuple[Service, Installed, Asked]]) -> None:
+        if not rows:
+            return
+        systemd, names = Systemd(scope, self._runner), [found.unit for _, found, _ in rows]
+        try:
+            states = await asyncio.to_thread(systemd.states, names)
+        except ServiceError as error:
+            for row, *_ in rows:
+                if row.id in self.services:
+                    self.services[row.id].reason = str(error)
+            return
+        for (row, found, asked), state in zip(rows, states, strict=True):
+            service = self.services.get(row.id)
+            if service is None:
+                service = UnitService(row, found, systemd, self._client)
+            service.found, service.asked = found, asked
+            await service.take(state)
+            self.services[row.id] = service
+
+    def _sync(self) -> list[tuple[Service, Installed, Asked]]:
         """Bring the rows in line with the units' files."""
-        found = {
-            _name(scope, unit): (scope, unit, profile) for scope, unit, profile in self._find()
-        }
+        found = {each.name: each for each in self._find()}
         chosen = select(Service).where(Service.kind == "systemd").order_by(Service.id)
         with self._database.read() as session:
             rows = {row.name: row for row in session.scalars(chosen)}
@@ -294,12 +403,12 @@ class Units:
                 for row in session.scalars(chosen).all():
                     if row.name not in found:
                         session.delete(row)
-                for name in found.keys() - rows.keys():
-                    unit = found[name][1]
+                for name in sorted(found.keys() - rows.keys()):
+                    unit = found[name].unit
                     session.add(Service(name=name, kind="systemd", unit=unit, failures=[]))
         with self._database.read() as session:
             return [
-                (row, found[row.name][0], _asked_of(session, found[row.name][2]))
+                (row, found[row.name], _asked_of(session, found[row.name].profile))
                 for row in session.scalars(chosen)
                 if row.name in found
             ]
@@ -329,11 +438,6 @@ class Units:
                         setattr(row, name, value)
 
 
-def _name(scope: Scope, unit: str) -> str:
-    stem = unit.removesuffix(".service")
-    return stem if scope == "user" else f"{stem} (system)"
-
-
 def _asked_of(session: Session, profile: str) -> Asked:
     """Return what a unit serves, MODEL or MODEL/PROFILE; a name where the registry has it not."""
     name, _, of = profile.partition("/")
@@ -353,13 +457,3 @@ def _started_s(pid: int | None) -> float | None:
         return None if pid is None else psutil.Process(pid).create_time()
     except psutil.Error:
         return None
-
-
-def _url_of(pid: int) -> str | None:
-    """Return where a process listens; None where that is not to be seen."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.Process(pid).net_connections("tcp4"):
-            if connection.status == psutil.CONN_LISTEN:
-                host, port = connection.laddr
-                return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"  # noqa: S104
-    return None

@@ -15,6 +15,8 @@ from console.registry.tables import Model, Profile, TestRun
 from console.testing.tests import Tests
 from tests.console.registry.conftest import checkpoint
 from tests.console.supervise.conftest import add_model, main_of, serve, supervising, until
+from tests.console.supervise.test_units import StandIn as Systemctl
+from tests.console.supervise.test_units import installed, unit_of
 from tests.console.testing.conftest import StandIn, record, stand_in
 
 __all__ = ["stand_in"]
@@ -86,6 +88,36 @@ def test_a_test_stops_what_is_served_and_starts_it_again(
                 lambda: (x := main_of(supervisor))["state"] == "ready" and x["pid"] != pid and x
             )
             assert again["wanted"] == "running"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("refusal", ["", "Access denied"])
+def test_a_test_stops_a_unit_where_it_may(
+    database: Database, home: Path, more: Mapping[str, Any], stand_in: StandIn, refusal: str
+) -> None:
+    async def run() -> None:
+        stand_in.plays(records={".": record()}, waits=True)
+        systemd, profile = Systemctl(), add_model(database, "deaf", path=checkpoint(home / "deaf"))
+        units = {"run_systemctl": systemd, "list_units": lambda: [installed(port=0)]}
+        async with supervising(database, home, more={**more, **units}, stop_s=0.1) as supervisor:
+            await serve(supervisor, profile)
+            pid = main_of(supervisor)["pid"]
+            systemd.active, systemd.refusal = "active", refusal
+            await supervisor._look_at_units()
+            job = await supervisor.submit("test", profile_id=profile, **SIZES)
+            if not refusal:
+                await until(lambda: job.phase == "throughput, 3 of 8 requests")
+                assert (systemd.active, unit_of(supervisor)["state"]) == ("inactive", "stopped")
+                await supervisor.wait(await supervisor.submit("cancel_test", test_id=1))
+            await supervisor.wait(job)
+            assert row_of(database, TestRun, 1).status == "cancelled"
+            assert systemd.active == "active"
+            if refusal:
+                assert job.reason is not None
+                assert job.reason.startswith("tightfit-server-deaf was not stopped: ")
+                assert job.reason.endswith("Access denied")
+            await until(lambda: (x := main_of(supervisor))["state"] == "ready" and x["pid"] != pid)
 
     asyncio.run(run())
 
