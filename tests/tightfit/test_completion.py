@@ -17,7 +17,7 @@ from tightfit.completion import SCRIPTS
 
 LINES = {
     "tightfit pl": ["plan"],
-    "tightfit models fetch sm": ["models", "fetch", "smollm2_135m"],
+    "tightfit models fetch gl": ["models", "fetch", "glass"],
     "tightfit serve glass --kv-cpu-g": ["serve", "glass", "--kv-cpu-gib"],
     "tightfit run offload=p": ["run", "offload=prefetch"],
     "tightfit plan model=olmo7b engine.max_num_s": ["plan", "model=olmo7b", "engine.max_num_seqs="],
