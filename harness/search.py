@@ -411,7 +411,8 @@ def search(request: SearchRequest) -> int:
         say(f"search {request.name}: {study.num_built()} of {request.trials} trials have run.")
 
         def run_trial(index: int, proposal: Proposal) -> Outcome:
-            return runner.run(overrides_of(proposal), _context(request, folder, index))
+            context = replace(_context(request, folder, index), number=study.num_built() + 1)
+            return runner.run(overrides_of(proposal), context)
 
         interrupt: KeyboardInterrupt | None = None
         try:

@@ -602,6 +602,9 @@ class SweepContext:
     folder: Path
     index: int
     total: int
+    number: int | None = None
+    """Which of `total` it is, from 1; None: index + 1. Of a search, whose index also counts
+    proposals that were not built."""
     shared: tuple[str, ...] = ()
     """Overrides that all points have; what a point has beside them is what varies."""
     title: str = ""

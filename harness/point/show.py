@@ -152,7 +152,8 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
 
 def point_title(sweep: SweepContext, name: str) -> str:
     """Return which point of a sweep it is: its number from 1, of how many, and what varies."""
-    return f"point {sweep.index + 1} of {sweep.total} {name}"
+    number = sweep.index + 1 if sweep.number is None else sweep.number
+    return f"point {number} of {sweep.total} {name}"
 
 
 def point_line(record: RunRecord, sweep: SweepContext) -> str:

@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from harness import search as command
 from harness.config.compose import Composer
 from harness.point import point
+from harness.point.show import point_title
 from harness.search import Outcome, TrialRunner, open_study, require_optuna, write_best
 from harness.studies.search_request import parse_request
 from harness.sweep import track as sweep
@@ -219,10 +220,11 @@ def test_optuna_4_is_needed(found, words, monkeypatch, capsys):
 
 @needs_optuna
 def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch, capsys):
-    asked, finished = [], []
+    asked, finished, titles = [], [], []
 
     def run_point(config, folder, overrides, context):
         asked.append(config)
+        titles.append(point_title(context, ""))
         size = config.offload.uva.cpu_offload_gb
         metrics = {"throughput/output_tok_s": rate(size), "latency/ttft_ms/p50": 1.0}
         record = RunRecord(
@@ -242,6 +244,7 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
     assert command.main([*words, *GOAL]) == 0
     # 2 GiB of weights and 1 of KV in 2.7 GiB: none does not fit, and only the plan said so.
     assert [config.offload.uva.cpu_offload_gb for config in asked] == [1.0, 2.0, 3.0]
+    assert titles == ["point 1 of 9 ", "point 2 of 9 ", "point 3 of 9 "]  # those that were built
     assert finished == [("mine", 3, False, True)]
     out = capsys.readouterr()
     assert "trial 0: offload=none: failed, the plan does not fit: GPU: need" in out.err
