@@ -159,6 +159,7 @@ class Console:
         database: of the registry.
         settings: of the console.
         home: TIGHTFIT_HOME.
+        verdicts: on settings.
     """
 
     def __init__(
@@ -167,12 +168,13 @@ class Console:
         database: Database,
         settings: ConsoleSettings,
         home: Path,
+        verdicts: Verdicts,
     ) -> None:
         self._supervisor, self._database, self._settings = supervisor, database, settings
         self._models, self._results = Models(database), Results(database)
         self._holdings, self._runs = Holdings(database), Runs(home)
         self._bodies = Bodies(settings)
-        self._verdicts = Verdicts(database)
+        self._verdicts = verdicts
         self.client = httpx.AsyncClient(timeout=CHAT_S, trust_env=False)
 
     async def close(self) -> None:

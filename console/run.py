@@ -16,6 +16,7 @@ from console.registry.database import Database
 from console.settings import ConsoleSettings
 from console.supervise.machine import Machine
 from console.supervise.supervisor import Supervisor
+from console.verdicts import Verdicts
 from engine.errors import EngineError
 from server.flags import UsageError, as_flags, parse_settings
 from server.guard import ACCESS
@@ -91,8 +92,9 @@ async def _live(
         "needs_key": bool(keys),
     }
     supervisor = Supervisor(database, machine, home=home, about=about)
-    console = Console(supervisor, database, settings, home)
-    sources = Sources(supervisor, database, home)
+    verdicts = Verdicts(database)
+    console = Console(supervisor, database, settings, home, verdicts)
+    sources = Sources(supervisor, database, home, verdicts)
     front = front_of(make_app(console, sources, settings, keys), settings)
     signals = _Signals()
     machine.start()
@@ -115,7 +117,7 @@ async def _live(
         front.should_exit = True
         await serving
         await console.close()
-        sources.close()
+        verdicts.close()
         machine.close()
     return 0
 

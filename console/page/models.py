@@ -39,7 +39,7 @@ HEADLINES: Final = ("throughput/output_tok_s", "serve/output_tok_s", "latency/tp
 MOST_FIGURES: Final = 6
 
 Fit = Mapping[str, Any]
-"""answer, kind, why of a plan; empty: not known."""
+"""A verdict: brief, kind, why; empty: not known."""
 
 
 def chosen(rows: Sequence[Model], words: str) -> list[Model]:
@@ -81,7 +81,7 @@ def card(
         "state": "served" if is_served else model.state,
         "kind": "good" if is_served else KINDS.get(model.state),
         "size": size_line(model),
-        "fit": fit.get("answer", UNKNOWN),
+        "fit": fit.get("brief", UNKNOWN),
         "fit_kind": fit.get("kind"),
         "fit_why": "\n".join(fit.get("why", ())) or None,
         "profile": UNKNOWN if profile is None else profile_line(profile),

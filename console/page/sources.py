@@ -8,7 +8,6 @@ from typing import Any, Final, Protocol
 from sqlalchemy import select
 
 from console.page import texts
-from console.page.fits import Fits
 from console.registry.checks import BusyError, FieldError
 from console.registry.database import Database
 from console.registry.holdings import Holdings, Removal
@@ -23,6 +22,7 @@ from console.registry.tables import (
     Performance,
     TestRun,
 )
+from console.verdicts import Verdicts
 
 LABELS: Final = {"url": "address", "is_loopback": "only this machine", "needs_key": "needs a key"}
 """What the settings of the console are called, where it is not by their names."""
@@ -49,12 +49,19 @@ class Sources:
         supervisor: tells of services, jobs and the machine.
         database: of the registry.
         home: TIGHTFIT_HOME.
+        verdicts: say which profiles fit.
     """
 
-    def __init__(self, supervisor: Supervisor, database: Database, home: Path) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        database: Database,
+        home: Path,
+        verdicts: Verdicts,
+    ) -> None:
         self._supervisor, self._database, self.home = supervisor, database, home
         self._models, self._results = Models(database), Results(database)
-        self._holdings, self._fits = Holdings(database), Fits()
+        self._holdings, self._verdicts = Holdings(database), verdicts
         self._kept: dict[str, tuple[int, Any]] = {}
         self._lock = threading.Lock()
 
@@ -126,7 +133,7 @@ class Sources:
 
     def fit(self, model: Model) -> Mapping[str, Any]:
         """Return the verdict of a plan of a model's default profile."""
-        return self._fits.of(model)
+        return self._verdicts.of_model(model)
 
     def removal(self, model: Model) -> Removal | str:
         """Return what a delete of a model takes, or why it is not possible now."""
@@ -136,10 +143,6 @@ class Sources:
             return str(error)
         except FieldError:
             return self._holdings.removal(model.id, keep_files=True)
-
-    def close(self) -> None:
-        """End what runs behind the pages."""
-        self._fits.close()
 
     def log(self, service_id: int) -> tuple[list[dict[str, str]], str]:
         """Return the lines of a service's log with their levels, and where later ones begin."""

@@ -18,6 +18,7 @@ from console.registry.checks import BusyError, FieldError
 from console.registry.database import Database, RegistryError
 from console.registry.tables import Model, Profile, TestRun
 from console.settings import ConsoleSettings
+from console.verdicts import Verdicts
 
 SETTINGS = ConsoleSettings()
 
@@ -115,8 +116,9 @@ def database(home: Path) -> Iterator[Database]:
 def client_of(
     scripted: Scripted, database: Database, home: Path, keys: tuple[str, ...] = ()
 ) -> TestClient:
-    console = Console(scripted, database, SETTINGS, home)
-    sources = Sources(scripted, database, home)
+    verdicts = Verdicts(database)
+    console = Console(scripted, database, SETTINGS, home, verdicts)
+    sources = Sources(scripted, database, home, verdicts)
     app = make_app(console, sources, SETTINGS, keys)
     return TestClient(app, base_url="http://127.0.0.1:7999", raise_server_exceptions=False)
 

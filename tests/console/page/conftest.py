@@ -14,6 +14,7 @@ from console.page.sources import Sources
 from console.page.views import Pages
 from console.registry.database import Database
 from console.registry.tables import Comparison, Model, Performance, Profile, TestRun
+from console.verdicts import Verdicts
 from tests.console.page.snapshots import GIB, HOSTILE, snapshot
 
 
@@ -157,7 +158,7 @@ def database(tmp_path: Path) -> Database:
 @pytest.fixture
 def client(scripted: Scripted, database: Database, tmp_path: Path) -> Iterator[TestClient]:
     app = FastAPI()
-    app.include_router(Pages(Sources(scripted, database, tmp_path)).router())
+    app.include_router(Pages(Sources(scripted, database, tmp_path, Verdicts(database))).router())
     with TestClient(app) as found:
         yield found
     scripted.is_open = False

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from console.page.sources import Sources
 from console.page.views import Pages
 from console.registry.database import Database
+from console.verdicts import Verdicts
 from tests.console.browser import WIDTHS, Browser, browsing, listening
 from tests.console.page.conftest import Scripted, fill
 from tests.console.page.snapshots import GIB, HOSTILE, snapshot
@@ -54,7 +55,7 @@ def site(browser: Browser, tmp_path) -> Iterator[SimpleNamespace]:
             return StreamingResponse(iter(answer), media_type="text/event-stream")
         return JSONResponse(answer, 400 if "error" in answer else 200)
 
-    app.include_router(Pages(Sources(scripted, database, tmp_path)).router())
+    app.include_router(Pages(Sources(scripted, database, tmp_path, Verdicts(database))).router())
     with listening(app) as base:
         browser.base = base
         browser.resize(1280)

@@ -4,7 +4,9 @@ from concurrent.futures import Executor, Future
 
 import pytest
 
-from console.page import fits
+from console import verdicts
+from console.registry.database import Database
+from console.registry.models import Models
 from console.registry.tables import Model, Profile
 from engine.errors import ConfigError
 
@@ -24,19 +26,19 @@ def a_model(changed_s=1.0):
 
 
 @pytest.mark.parametrize("error", [ConfigError("no such card"), OSError("no such card")])
-def test_a_plan_that_fails_says_why_until_the_settings_change(error, monkeypatch):
+def test_a_plan_that_fails_says_why_until_the_settings_change(error, tmp_path, monkeypatch):
     asked = []
 
     def propose(*args, **kwargs):
         asked.append(args)
         raise error
 
-    monkeypatch.setattr(fits, "propose", propose)
-    found = fits.Fits(AtOnce())
-    assert found.of(a_model()) == fits.PLANNING
-    verdict = found.of(a_model())
-    assert verdict["answer"] != fits.PLANNING["answer"]
+    monkeypatch.setattr(Models, "plan", propose)
+    found = verdicts.Verdicts(Database.open(tmp_path / "registry.db"), worker=AtOnce())
+    assert found.of_model(a_model()) == verdicts.PLANNING
+    verdict = found.of_model(a_model())
+    assert verdict["brief"] != verdicts.PLANNING["brief"]
     assert "no such card" in verdict["why"][0]
     assert len(asked) == 1
-    found.of(a_model(changed_s=2.0))
+    found.of_model(a_model(changed_s=2.0))
     assert len(asked) == 2
