@@ -98,3 +98,11 @@ def ending_with_us(command: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606  a shell is not wanted
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time ones have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

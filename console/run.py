@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,10 +17,15 @@ from console.supervise.machine import Machine
 from console.supervise.supervisor import Supervisor
 from console.verdicts import Verdicts
 from engine.errors import EngineError
-from server.flags import UsageError, as_flags, parse_settings
-from server.guard import ACCESS
-from server.lifecycle import EXIT_CONFIG, EXIT_USAGE
-from server.listen import PortTakenError, front_of, listen, raise_file_limit, url_of
+from server.flags import as_flags, parse_settings
+from server.listen import (
+    exit_code_of,
+    front_of,
+    listen,
+    log_to_stderr,
+    raise_file_limit,
+    url_of,
+)
 from server.notify import Notifier
 
 DESCRIPTION: Final = "Show and control models, servers and tests of this machine in the browser."
@@ -30,7 +34,7 @@ logger = logging.getLogger("console")
 
 def main(arguments: Sequence[str], prog: str = "tightfit console") -> int:
     """Run the console until a signal; return the exit code."""
-    _log_to_stderr()
+    log_to_stderr("console")
     try:
         notifier = Notifier.from_environment(os.environ)
         settings = parse_settings(ConsoleSettings, arguments, prog, DESCRIPTION)
@@ -52,26 +56,7 @@ def main(arguments: Sequence[str], prog: str = "tightfit console") -> int:
 
 def _refused(error: EngineError) -> int:
     logger.error("%s", as_flags(str(error)))
-    match error:
-        case UsageError():
-            return EXIT_USAGE
-        case PortTakenError():
-            return 1
-        case _:
-            return EXIT_CONFIG
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    for name, level in (
-        ("console", logging.INFO),
-        (ACCESS, logging.INFO),
-        ("uvicorn.error", logging.ERROR),
-    ):
-        log = logging.getLogger(name)
-        log.handlers, log.propagate = [handler], False
-        log.setLevel(level)
+    return exit_code_of(error)
 
 
 async def _live(

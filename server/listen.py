@@ -1,8 +1,10 @@
-"""The port and the front of a process that answers over HTTP: this server, and the console."""
+"""The log, port and front of a process that answers over HTTP: this server, and the console."""
 
 import contextlib
+import logging
 import resource
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Final
 
@@ -11,6 +13,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from engine.errors import ConfigError, EngineError
+from server.flags import UsageError
+from server.guard import ACCESS
+from server.lifecycle import ERROR, EXIT_CONFIG, EXIT_USAGE
 from server.protocol import protocol_of
 from server.settings import ListenSettings
 
@@ -113,3 +118,37 @@ def url_of(listening: socket.socket) -> str:
     """Return the address that a socket listens on, as a client writes it."""
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def exit_code_of(error: EngineError) -> int:
+    """Return how a process ends whose start was refused."""
+    match error:
+        case UsageError():
+            return EXIT_USAGE
+        case PortTakenError():
+            return 1
+        case _:
+            return EXIT_CONFIG
+
+
+class _Lines(logging.Formatter):
+    """Messages as they are; an error says that it is one, for who reads the log for a reason."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record's lines."""
+        text = super().format(record)
+        return f"{ERROR}{text}" if record.levelno >= logging.ERROR else text
+
+
+def log_to_stderr(name: str) -> None:
+    """Write what a logger, the access log and the front say to stderr, and nowhere else."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines("%(message)s"))
+    for logger, level in (
+        (name, logging.INFO),
+        (ACCESS, logging.INFO),
+        ("uvicorn.error", logging.ERROR),
+    ):
+        log = logging.getLogger(logger)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(level)

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
@@ -16,10 +15,18 @@ from engine.errors import ConfigError, EngineError
 from server.app import Server, make_app
 from server.engine_link import EngineLink
 from server.errors import APIError
-from server.flags import Asked, UsageError, as_flags, parse
-from server.guard import ACCESS, Guard
-from server.lifecycle import ERROR, EXIT_CONFIG, EXIT_USAGE, Lifecycle
-from server.listen import LAST_WORDS_S, PortTakenError, front_of, listen, raise_file_limit, url_of
+from server.flags import Asked, as_flags, parse
+from server.guard import Guard
+from server.lifecycle import EXIT_CONFIG, Lifecycle
+from server.listen import (
+    LAST_WORDS_S,
+    exit_code_of,
+    front_of,
+    listen,
+    log_to_stderr,
+    raise_file_limit,
+    url_of,
+)
 from server.notify import Notifier, Reporter, reporting
 from server.wire import Load
 
@@ -30,18 +37,9 @@ FAILED_S: Final = 5.0
 logger = logging.getLogger("server")
 
 
-class _Lines(logging.Formatter):
-    """Messages as they are; an error says that it is one, for who reads the log for a reason."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return a record's lines."""
-        text = super().format(record)
-        return f"{ERROR}{text}" if record.levelno >= logging.ERROR else text
-
-
 def main(arguments: Sequence[str], prog: str = "python -m server") -> int:
     """Serve what a command line asks for; return the exit code."""
-    _log_to_stderr()
+    log_to_stderr("server")
     notifier = None
     try:
         notifier = Notifier.from_environment(os.environ)
@@ -61,24 +59,7 @@ def _refused(error: EngineError, notifier: Notifier | None) -> int:
     logger.error("%s", message)
     if notifier is not None:
         notifier.tell(STATUS=f"refused: {message}")
-    match error:
-        case UsageError():
-            return EXIT_USAGE
-        case PortTakenError():
-            return 1
-        case _:
-            return EXIT_CONFIG
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines("%(message)s"))
-    for name in ("server", "uvicorn.error"):
-        log = logging.getLogger(name)
-        log.handlers, log.propagate = [handler], False
-    logging.getLogger("server").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    logging.getLogger(ACCESS).setLevel(logging.INFO)
+    return exit_code_of(error)
 
 
 def _template(file: str | None) -> str | None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 from sqlalchemy.orm import Session
 
+from catalogue.processes import signal_name
 from console.registry.checks import FieldError
 from console.registry.database import Database
 from console.registry.flags import flags_of, source_of
@@ -472,8 +472,8 @@ class OwnService:
         if problem is not None:
             reason = problem
         elif code is not None and code < 0:
-            name = signal.Signals(-code).name
-            reason = f"signal {name} ended it"
+            name = signal_name(-code)
+            reason = f"{name} ended it"
             if name == "SIGKILL":
                 reason += "; the kernel does so where memory is short"
         else:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from catalogue.checkpoint import ModelUnavailableError
-from catalogue.processes import module_command, start_child
+from catalogue.processes import module_command, signal_name, start_child
 from catalogue.terminal import ErrorFacts, error_facts
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, EngineError
@@ -309,7 +309,7 @@ def classify_exit(
             "kv.cpu_gib, an emulated GPU)."
         )
     elif ended.returncode < 0:
-        status, kind = "killed", _signal_name(-ended.returncode)
+        status, kind = "killed", signal_name(-ended.returncode)
         message = f"{where}: ended by signal {kind}{_rss(state)}. See {log}."
     else:
         message = f"{where}: exit code {ended.returncode} and no result. See {log}."
@@ -324,13 +324,6 @@ def _rss(state: Mapping[str, Any]) -> str:
         f" (its resident set had reached {peak / 2**30:.2f} GiB when it last told; "
         "memory/host_rss_peak_gib has what telemetry saw)"
     )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _tail(log: Path) -> str | None:
