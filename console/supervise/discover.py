@@ -144,7 +144,7 @@ class Discovery:
         self._refused = {who: when for who, when in self._refused.items() if who in there}
         due = [who for who in there if self._refused.get(who, (0, now_s))[1] <= now_s]
         gate = asyncio.Semaphore(AT_ONCE)
-        # Nothing is verified, as only http is spoken: reading certificates takes 100 ms.
+        # Nothing is verified, as only http is spoken: reading certificates takes long.
         async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False) as client:  # noqa: S501
 
             async def asked(who: Listener) -> _Answer | None:

@@ -278,14 +278,13 @@ def test_lossless_codes_leave_quantised_weights_alone(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("name", [name for name in COMPRESSED if "activations" not in name])
 def test_weights_are_those_that_compressed_tensors_reads(name, folders):
+    """Without column orders (g_idx), which its current versions do not read."""
     pytest.importorskip("compressed_tensors", reason="a second reader, where it is installed")
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
-    if "activations" in name:
-        pytest.skip("this version of compressed-tensors has no g_idx")
     folder, _, meant = folders(name)
     config = COMPRESSED[name].config
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
