@@ -1,7 +1,7 @@
 """Results: the tests of models, and what they measured; rows of measurements are never changed."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from sqlalchemy import func, select, update
@@ -97,22 +97,6 @@ class Results:
         with self._database.read() as session:
             return session.scalars(chosen).all()
 
-    def add_performance(
-        self, run: TestRun, card: str, part: str, metrics: Mapping[str, Any]
-    ) -> Performance:
-        """Add what a test measured of a part: load, throughput, latency or memory."""
-        with self._database.write() as session:
-            row = Performance(
-                model_id=run.model_id,
-                profile_id=run.profile_id,
-                test_run_id=run.id,
-                card=card,
-                part=part,
-                metrics=dict(metrics),
-            )
-            session.add(row)
-        return row
-
     def performance(
         self, model_id: int, *, card: str | None = None, limit: int = PAGE
     ) -> Sequence[Performance]:
@@ -153,19 +137,6 @@ class Results:
         for row in rows:
             found.setdefault(row.model_id, []).append(row)
         return found
-
-    def add_comparison(self, run: TestRun, rows: Sequence[Any], **columns: Any) -> Comparison:
-        """Add the comparison of two profiles that a test of kind ab made.
-
-        Args:
-            run: the test.
-            rows: of metrics: metric, unit, a, b, ratio, low, high.
-            **columns: further ones of Comparison.
-        """
-        with self._database.write() as session:
-            row = Comparison(model_id=run.model_id, test_run_id=run.id, rows=list(rows), **columns)
-            session.add(row)
-        return row
 
     def comparisons(
         self, model_id: int | None = None, *, limit: int = PAGE

@@ -13,6 +13,8 @@ import pytest
 from catalogue.conversions import write_weights
 from console.registry.database import Database
 from console.registry.models import Models
+from console.registry.results import Results
+from console.registry.tables import Performance, TestRun
 from engine.model.spec import ModelSpec
 
 CONFIG = {
@@ -83,3 +85,17 @@ def database(home: Path, empty_registry: Path) -> Iterator[Database]:
 @pytest.fixture
 def models(database: Database) -> Models:
     return Models(database)
+
+
+def measured(results: Results, run: TestRun, card: str, part: str, metrics: dict[str, Any]) -> None:
+    """Store what a test measured, as console.testing does."""
+    row = Performance(
+        model_id=run.model_id,
+        profile_id=run.profile_id,
+        test_run_id=run.id,
+        card=card,
+        part=part,
+        metrics=metrics,
+    )
+    with results._database.write() as session:
+        session.add(row)

@@ -14,7 +14,7 @@ from console.registry.database import Database
 from console.registry.models import Models
 from console.registry.results import Results
 from engine.device import machine
-from tests.console.registry.conftest import checkpoint
+from tests.console.registry.conftest import checkpoint, measured
 
 Command = Callable[..., Any]
 
@@ -103,7 +103,7 @@ def test_every_answer_is_there_as_json(models_command: Command, tmp_path: Path, 
     results = Results(database)
     asked = {"profiles": {"default": {"max_num_seqs": 4}}, "profile_ids": {"default": 1}}
     run = results.create(1, "test", profile_id=1, status="finished", settings=asked)
-    results.add_performance(run, "CPU", "throughput", {"throughput/output_tok_s": 12.5})
+    measured(results, run, "CPU", "throughput", {"throughput/output_tok_s": 12.5})
     database.close()
     _, found, _ = models_command("list", "--json")
     assert [(row["name"], row["output_tok_s"]) for row in found["models"]] == [("m", 12.5)]

@@ -15,7 +15,7 @@ from console.registry.models import Models, profile_of
 from console.registry.results import Results
 from console.registry.stale import own_process
 from console.registry.tables import Model, Service
-from tests.console.registry.conftest import checkpoint
+from tests.console.registry.conftest import checkpoint, measured
 from tests.console.registry.gguf_file import write
 
 
@@ -116,7 +116,7 @@ def test_a_removal_says_what_goes_and_frees_it(
     row = add(models, "a/b")
     results = Results(database)
     run = results.create(row.id, "test", status="finished")
-    results.add_performance(run, "CPU", "load", {})
+    measured(results, run, "CPU", "load", {})
     size = sum(file.stat().st_size for file in (repository / "blobs").iterdir())
     found = disk.removal("b")
     assert (found.folder, found.profiles) == (repository, ("default",))

@@ -9,6 +9,7 @@ from console.registry.database import Database
 from console.registry.models import Models, profile_of
 from console.registry.results import Results
 from engine.device import machine
+from tests.console.registry.conftest import measured
 
 CARD = "rtx4080_16gb"
 
@@ -81,7 +82,7 @@ def measure(results: Results, model_id: int, speed: float, card: str, **settings
     """Store a test as console.testing does."""
     asked = {"profiles": {"default": settings}, "profile_ids": {"default": 1}}
     run = results.create(model_id, "test", profile_id=1, settings=asked)
-    results.add_performance(run, card, "throughput", {"throughput/output_tok_s": speed})
+    measured(results, run, card, "throughput", {"throughput/output_tok_s": speed})
 
 
 def test_what_was_measured_is_proposed(models: Models, database: Database) -> None:

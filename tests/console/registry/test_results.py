@@ -12,7 +12,8 @@ from console.registry.database import Database
 from console.registry.models import Models
 from console.registry.results import Results
 from console.registry.stale import interrupt_stale, is_alive, own_process
-from console.registry.tables import Model
+from console.registry.tables import Comparison, Model
+from tests.console.registry.conftest import measured
 
 
 @pytest.fixture
@@ -51,8 +52,8 @@ def test_runs_come_in_pages(results: Results) -> None:
 def test_measurements_are_kept_and_the_last_ones_found(results: Results, models: Models) -> None:
     run = results.create(1, "test", profile_id=1)
     for speed in (10.0, 12.0):
-        results.add_performance(run, "NVIDIA L4", "throughput", {"output_tok_s": speed})
-    results.add_performance(run, "CPU", "load", {"load_s": 1.5})
+        measured(results, run, "NVIDIA L4", "throughput", {"output_tok_s": speed})
+    measured(results, run, "CPU", "load", {"load_s": 1.5})
     assert [row.metrics for row in results.performance(1, card="NVIDIA L4")] == [
         {"output_tok_s": 12.0},
         {"output_tok_s": 10.0},
@@ -65,7 +66,9 @@ def test_measurements_are_kept_and_the_last_ones_found(results: Results, models:
     models.remove_profile("glass", "default")  # what was measured with it stays
     assert len(results.performance(1)) == 3
     pair = results.create(1, "ab")
-    results.add_comparison(pair, [{"metric": "x", "ratio": 1.1}], tokens_equal=5, tokens_total=5)
+    rows = [{"metric": "x", "ratio": 1.1}]
+    with results._database.write() as session:
+        session.add(Comparison(model_id=1, test_run_id=pair.id, rows=rows))
     assert results.comparisons(1)[0].rows == [{"metric": "x", "ratio": 1.1}]
     assert results.comparisons(2) == []
 
