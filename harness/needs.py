@@ -7,8 +7,11 @@ from typing import Any, Callable, Tuple  # noqa: UP035  Python 3.6 has no others
 
 PYTHONS = ((3, 11), (3, 13))
 """Versions of Python that serve: from the first, below the second."""
-PACKAGES = ("torch", "transformers", "hydra", "omegaconf", "mlflow", "yaml", "psutil", "filelock")
-"""Modules that commands import; where one is absent, the environment is another one."""
+PACKAGES = ("torch", "transformers", "hydra", "omegaconf", "yaml", "psutil", "filelock")
+"""Modules that commands import; where one is absent, the environment is another one.
+
+MLflow is not among them: with tracking=none nothing imports it.
+"""
 
 FOLDERS = ("catalogue", "console", "engine", "harness", "kernels", "reports", "server")
 """The project's folders, which a checkout imports by these names."""

@@ -60,6 +60,7 @@ class Facts:
     models: tuple[str, ...]
     """Names of the models that are here."""
     models_bytes: int
+    has_mlflow: bool
     store: Path
     store_error: str
     """Why MLflow's database cannot be used; empty where it can or is not there yet."""
@@ -277,7 +278,10 @@ def _files(facts: Facts) -> Iterator[Line]:
         yield Line("models", "ok", f"{', '.join(facts.models)} ({size})")
     else:
         yield Line("models", "warn", "none here", "tightfit models fetch smollm2_135m")
-    if facts.store_error:
+    if not facts.has_mlflow:
+        remedy = "Run `make setup`, or set tracking=none; records are complete without it."
+        yield Line("MLflow", "warn", "not installed", remedy)
+    elif facts.store_error:
         remedy = "Move the file away, or choose tracking=none; records are complete without it."
         yield Line("MLflow", "bad", f"{facts.store}: {facts.store_error}", remedy)
     elif facts.store_runs is None:
@@ -326,6 +330,7 @@ def collect() -> Facts:
         disk_free_bytes=shutil.disk_usage(_nearest(home)).free,
         models=models,
         models_bytes=models_bytes,
+        has_mlflow=find_spec("mlflow") is not None,
         store=home / DATABASE_NAME,
         store_error=error,
         store_runs=runs,

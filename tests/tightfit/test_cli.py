@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,6 +120,13 @@ def test_without_the_environment_one_line_says_so(module: str) -> None:
     assert line.startswith("tightfit: expected its packages in Python ")
     assert "found no torch, transformers" in line
     assert "make setup" in line
+
+
+def test_mlflow_is_not_needed_to_start() -> None:
+    found = needs.lacking(
+        (3, 12), lambda name: None if name == "mlflow" else SimpleNamespace(origin=None)
+    )
+    assert found == ""
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ GOOD = Facts(
     disk_free_bytes=100 * GIB,
     models=("glass",),
     models_bytes=GIB,
+    has_mlflow=True,
     store=Path("/data/tightfit/mlflow.db"),
     store_error="",
     store_runs=7,
@@ -93,6 +94,7 @@ def test_a_good_machine_is_ok_throughout() -> None:
         ("disk", {"disk_free_bytes": 5}, "bad", "Free some room"),
         ("models", {"models": ()}, "warn", "tightfit models fetch"),
         ("MLflow", {"store_error": "file is not a database"}, "bad", "tracking=none"),
+        ("MLflow", {"has_mlflow": False}, "warn", "tracking=none"),
         ("MLflow", {"store_runs": None}, "ok", ""),
     ],
 )
