@@ -24,8 +24,15 @@ from harness.systems.http_engine import HTTPDoor, HTTPEngine
 END_S: Final = 20.0
 """Seconds that the server has to end by itself."""
 LAST_LINES: Final = 5
-NOT_SENT: Final = ("model", "model_name", "spec", "facts_folder", "kept_folder")
-"""Settings that the server has from its model's name or path."""
+NOT_SENT: Final = (
+    "model",
+    "model_name",
+    "spec",
+    "facts_folder",
+    "kept_folder",
+    "emulated_kv_tokens",
+)
+"""Settings that the server takes from its model, or that follow from a scenario's requests."""
 PENDING: Final = 2**20
 """Requests that may wait: a scenario bounds them itself."""
 

@@ -1,6 +1,7 @@
 """system=serve: the server gets a point's settings, and is measured like any other."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from engine.asked.kv import KVConfig
 from engine.errors import ConfigError, EngineError
 from harness.studies import bench_serve
 from harness.studies.table import Result
-from harness.systems.serve_engine import serve_door, settings_of
+from harness.systems.serve_engine import NOT_SENT, serve_door, settings_of
 from harness.work.drive import run_requests
-from server.flags import parse
+from server.flags import NOT_FLAGS, parse
 from tests.harness.cases import SPEC
 from tests.server.launch import write_model
 
@@ -46,6 +47,12 @@ def test_the_server_s_file_says_what_the_point_says(tmp_path: Path) -> None:
     assert got.server.served_model_name == ["tiny"]
     with pytest.raises(ConfigError, match="folder"):
         ModelConfig(name="tiny")
+
+
+def test_what_is_no_flag_of_the_server_is_not_sent() -> None:
+    assert set(NOT_FLAGS) < set(NOT_SENT)
+    asked = replace(config("/models/tiny"), emulated_kv_tokens=64)
+    assert "emulated_kv_tokens" not in settings_of(asked)
 
 
 @pytest.mark.slow
