@@ -1,0 +1,286 @@
+"""Which experts tokens go to: the setting model.routing, and traces of real routing as Parquet.
+
+A trace has a row for each token and layer with experts: `token` (int64, from 0 without gaps),
+`layer` (int32, the model's own number) and `ids` (a list of int16, the experts in the router's
+order), in order of token, then layer. The file's metadata are `model`, `num_experts` and `top_k`.
+"""
+
+import math
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from sys import byteorder
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SETTING: Final = "model.routing"
+DUMMY: Final = "dummy"
+TRACE: Final = "trace"
+SYNTHETIC: Final = "synthetic"
+ROUTER: Final = "router"
+"""What a record calls the routing of real weights."""
+WINDOW_TOKENS: Final = 8
+"""Tokens before one whose experts a synthetic pick repeats."""
+KEY_TOKENS: Final = 16
+"""Leading tokens of a prompt that choose where in the table its sequence begins."""
+TABLE_ROWS: Final = 4096
+"""Most rows of a table; of a longer trace the first ones."""
+MAX_EXPERTS: Final = 2**15
+_FORMS: Final = f"{DUMMY}, {TRACE}:FILE or {SYNTHETIC}:REUSE"
+_COLUMNS: Final = ("token", "layer", "ids")
+_METADATA: Final = ("model", "num_experts", "top_k")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens of a model with dummy weights find their experts."""
+
+    kind: str
+    """dummy (the router's own choice) | trace | synthetic."""
+    file: str | None = None
+    """Of trace."""
+    reuse: float | None = None
+    """Of synthetic: the share of picks that repeat an expert of the last WINDOW_TOKENS tokens."""
+
+    @classmethod
+    def parse(cls, text: object) -> "Routing":
+        """Read the setting.
+
+        Raises:
+            ConfigError: It has none of the three forms.
+        """
+        kind, colon, value = text.partition(":") if isinstance(text, str) else ("", "", "")
+        if kind == DUMMY and not colon:
+            return cls(DUMMY)
+        if kind == TRACE and value.strip():
+            return cls(TRACE, file=value)
+        if kind == SYNTHETIC:
+            try:
+                reuse = float(value)
+            except ValueError:
+                reuse = math.nan
+            if 0 <= reuse <= 1:
+                return cls(SYNTHETIC, reuse=reuse)
+            raise ConfigError(
+                f"{SETTING}: expected {SYNTHETIC}:REUSE with a share from 0 to 1, got {text!r}."
+            )
+        raise ConfigError(f"{SETTING}: expected {_FORMS}, got {text!r}.")
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a table of experts takes the place of the router's choice."""
+        return self.kind != DUMMY
+
+
+def check_routing(text: object, load_format: str) -> None:
+    """Raise ConfigError unless the setting has a form, and is of dummy weights or null."""
+    if text is None:
+        return
+    Routing.parse(text)
+    if load_format != DUMMY:
+        raise ConfigError(
+            f"{SETTING}: expected null with load_format={load_format}, got {text!r}: the tokens "
+            f"of real weights are those of their own router. Remove it, or set "
+            "model.load_format=dummy."
+        )
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """What a routing must fit: the layers with experts, and of each layer experts and picks."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+
+def first_row(prompt_token_ids: Sequence[int]) -> int:
+    """Return where in a table of routing a prompt's sequence begins.
+
+    The token at a position uses row (first_row + position) mod P of the table's P rows. This is the
+    CRC-32 of the first KEY_TOKENS token ids as little-endian uint32: prompts that differ there use
+    other rows, whatever batch they are in, and equal prompts the same rows in every run.
+    """
+    head = array("I", prompt_token_ids[:KEY_TOKENS])
+    if byteorder == "big":
+        head.byteswap()
+    return zlib.crc32(head.tobytes())
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """Experts of N tokens in L layers."""
+
+    model: str
+    """Name of the model that chose them."""
+    sizes: ExpertSizes
+    ids: "np.ndarray"
+    """int16 [N, L, top_k]."""
+    digest: str = ""
+    """SHA-256 of the file that it was read from, hexadecimal."""
+
+    def check_model(self, path: str, sizes: ExpertSizes) -> None:
+        """Raise ConfigError unless it fits a model's sizes."""
+        for name, found, wanted in (
+            ("experts", self.sizes.num_experts, sizes.num_experts),
+            ("experts a token", self.sizes.top_k, sizes.top_k),
+            ("layers with experts", list(self.sizes.layers), list(sizes.layers)),
+        ):
+            if found != wanted:
+                raise ConfigError(
+                    f"{SETTING}: expected a trace with {wanted} {name}, as the model has, got "
+                    f"{found} in {path} (of {self.model}). Choose a trace of this model."
+                )
+
+
+def write_trace(path: Path, trace: RoutingTrace) -> None:
+    """Write a trace as Parquet; a file that is there is replaced when all is written."""
+    import numpy as np  # noqa: PLC0415  planning does without
+    import pyarrow as pa  # noqa: PLC0415  takes a tenth of a second
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    num_tokens, num_layers, top_k = trace.ids.shape
+    layers = np.asarray(trace.sizes.layers, dtype=np.int32)
+    values = pa.array(np.ascontiguousarray(trace.ids, dtype=np.int16).reshape(-1))
+    offsets = np.arange(0, trace.ids.size + 1, top_k, dtype=np.int32)
+    facts = {
+        "model": trace.model,
+        "num_experts": str(trace.sizes.num_experts),
+        "top_k": str(trace.sizes.top_k),
+    }
+    table = pa.table(
+        {
+            "token": np.repeat(np.arange(num_tokens, dtype=np.int64), num_layers),
+            "layer": np.tile(layers, num_tokens),
+            "ids": pa.ListArray.from_arrays(offsets, values),
+        }
+    ).replace_schema_metadata(facts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    pq.write_table(table, temporary, compression="zstd")
+    temporary.replace(path)
+
+
+def read_trace(path: Path) -> RoutingTrace:
+    """Read and check a trace.
+
+    Raises:
+        ConfigError: There is no such file, or it is no trace; the first fault is named.
+    """
+    import pyarrow as pa  # noqa: PLC0415  takes a tenth of a second
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    if not path.is_file():
+        raise ConfigError(f"{SETTING}: expected a trace, found no file at {path.absolute()}.")
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise _fault(path, "a Parquet file", f"one that cannot be read ({reason})") from None
+    if tuple(table.column_names) != _COLUMNS:
+        raise _fault(path, f"the columns {', '.join(_COLUMNS)}", ", ".join(table.column_names))
+    model, num_experts, top_k = _metadata(path, table.schema.metadata or {})
+    token, layer, ids = _columns(path, table, top_k)
+    sizes = ExpertSizes(_layers(path, token, layer), num_experts, top_k)
+    ids = ids.reshape(-1, len(sizes.layers), top_k)
+    _check_ids(path, ids, sizes)
+    digest = sha256(path.read_bytes()).hexdigest()
+    return RoutingTrace(model, sizes, ids, digest)
+
+
+def _fault(path: Path, expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"{SETTING}: {path}: expected {expected}, got {got}. docs/experts.md has the format."
+    )
+
+
+def _metadata(path: Path, raw: dict[bytes, bytes]) -> tuple[str, int, int]:
+    found = {name: raw.get(name.encode(), b"").decode(errors="replace") for name in _METADATA}
+    missing = [name for name in _METADATA if not found[name]]
+    if missing:
+        raise _fault(path, f"the metadata {', '.join(_METADATA)}", f"no {', '.join(missing)}")
+    numbers = []
+    for name, most in (("num_experts", MAX_EXPERTS), ("top_k", MAX_EXPERTS)):
+        text = found[name]
+        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= most):
+            raise _fault(path, f"{name} from 1 to {most}", repr(text))
+        numbers.append(int(text))
+    num_experts, top_k = numbers
+    if top_k > num_experts:
+        raise _fault(path, f"top_k of at most num_experts={num_experts}", str(top_k))
+    return found["model"], num_experts, top_k
+
+
+def _columns(path: Path, table: Any, top_k: int) -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
+    """Return token [R], layer [R] and ids int16 [R, top_k] of the rows."""
+    import numpy as np  # noqa: PLC0415
+    import pyarrow as pa  # noqa: PLC0415
+
+    kinds = {"token": pa.types.is_integer, "layer": pa.types.is_integer, "ids": _is_list}
+    for name, is_right in kinds.items():
+        column = table.column(name)
+        if not is_right(column.type) or column.null_count:
+            wanted = "lists of integers" if name == "ids" else "integers"
+            raise _fault(path, f"{wanted} in the column {name}, no nulls", str(column.type))
+    if not table.num_rows:
+        raise _fault(path, "at least one row", "none")
+    lists = table.column("ids").combine_chunks()
+    lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
+    wrong = np.flatnonzero(lengths != top_k)
+    if wrong.size:
+        row = int(wrong[0])
+        raise _fault(path, f"top_k={top_k} ids in row {row}", str(int(lengths[row])))
+    values = lists.flatten()
+    if values.null_count:
+        raise _fault(path, "integers in the column ids", "a null")
+    ids = values.to_numpy(zero_copy_only=False).astype(np.int64).reshape(-1, top_k)
+    token, layer = (table.column(name).to_numpy().astype(np.int64) for name in ("token", "layer"))
+    return token, layer, ids
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa  # noqa: PLC0415
+
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and bool(pa.types.is_integer(kind.value_type))
+
+
+def _layers(path: Path, token: "np.ndarray", layer: "np.ndarray") -> tuple[int, ...]:
+    """Return the layers that every token has; raise unless all have the same, in order."""
+    import numpy as np  # noqa: PLC0415
+
+    count = int(np.searchsorted(token, token[0], side="right"))
+    layers = layer[:count]
+    wanted = np.arange(len(token)) // max(1, count), np.resize(layers, len(token))
+    wrong = np.flatnonzero((token != wanted[0]) | (layer != wanted[1]))
+    if wrong.size:
+        row = int(wrong[0])
+        expected = f"token {wanted[0][row]}, layer {wanted[1][row]} in row {row}"
+        raise _fault(path, expected, f"token {token[row]}, layer {layer[row]}")
+    if len(token) % count or (np.diff(layers) <= 0).any() or layers[0] < 0:
+        why = "layers in order, and the same of each token"
+        raise _fault(path, why, f"{len(token)} rows with the layers {layers.tolist()}")
+    return tuple(layers.tolist())
+
+
+def _check_ids(path: Path, ids: "np.ndarray", sizes: ExpertSizes) -> None:
+    import numpy as np  # noqa: PLC0415
+
+    flat = ids.reshape(-1, sizes.top_k)
+    outside = np.flatnonzero(((flat < 0) | (flat >= sizes.num_experts)).any(axis=1))
+    if outside.size:
+        row = int(outside[0])
+        expected = f"ids from 0 to {sizes.num_experts - 1} in row {row}"
+        raise _fault(path, expected, str(flat[row].tolist()))
+    ordered = np.sort(flat, axis=1)
+    twice = np.flatnonzero((np.diff(ordered, axis=1) == 0).any(axis=1))
+    if twice.size:
+        row = int(twice[0])
+        raise _fault(path, f"distinct ids in row {row}", str(flat[row].tolist()))

@@ -1,0 +1,212 @@
+"""Tables of experts that stand in for a dummy router's choice, and the recorder of real ones.
+
+L layers with experts, P rows of a table, T tokens of a step, E experts, k picks of a token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.device.base import Device
+from engine.model.routing import (
+    TABLE_ROWS,
+    WINDOW_TOKENS,
+    ExpertSizes,
+    Routing,
+    RoutingTrace,
+    read_trace,
+)
+
+_STREAM: Final = 0x526F7574
+"""Keeps the draws of tables apart from those of weights with the same seed."""
+
+
+def synthetic_ids(sizes: ExpertSizes, reuse: float, seed: int, num_rows: int) -> np.ndarray:
+    """Return a table of experts with a stated reuse, int16 [num_rows, L, k].
+
+    Each pick repeats, with probability `reuse`, one of the experts that its layer had in the
+    WINDOW_TOKENS rows before, uniform over them; else it is uniform over the other experts. The
+    experts of a row and layer are distinct: where one of the two sets is used up, picks come from
+    the other.
+    """
+    draws = np.random.default_rng([_STREAM, seed])
+    num_layers, num_experts, top_k = len(sizes.layers), sizes.num_experts, sizes.top_k
+    last_row = np.full((num_layers, num_experts), -WINDOW_TOKENS - 1)
+    place = np.arange(top_k)
+    table = np.empty((num_rows, num_layers, top_k), dtype=np.int16)
+    for row in range(num_rows):
+        is_recent = row - last_row <= WINDOW_TOKENS
+        num_recent = is_recent.sum(axis=1, keepdims=True)
+        repeats = (draws.random((num_layers, top_k)) < reuse).sum(axis=1, keepdims=True)
+        repeats = np.minimum(repeats, num_recent)
+        repeats = np.maximum(repeats, top_k - (num_experts - num_recent))
+        # A random order of the recent experts, then one of the others.
+        order = np.argsort(draws.random(is_recent.shape) + ~is_recent, axis=1)
+        chosen = np.where(place < repeats, place, num_recent + place - repeats)
+        ids = np.take_along_axis(order, chosen, axis=1)
+        np.put_along_axis(last_row, ids, row, axis=1)
+        table[row] = ids
+    return table
+
+
+def reuse_share(ids: np.ndarray) -> float | None:
+    """Return the share of picks that repeat an expert of their layer's last WINDOW_TOKENS rows.
+
+    Args:
+        ids: int [N, L, k]. The first WINDOW_TOKENS rows, which have fewer before them, are not
+            counted; None where there are no more.
+    """
+    later = ids[WINDOW_TOKENS:]
+    if not len(later):
+        return None
+    is_repeat = np.zeros(later.shape, dtype=bool)
+    for back in range(1, WINDOW_TOKENS + 1):
+        before = ids[WINDOW_TOKENS - back : len(ids) - back]
+        is_repeat |= (later[..., :, None] == before[..., None, :]).any(axis=-1)
+    return float(is_repeat.mean())
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTable:
+    """Experts by row of the table; the row of a token follows from its sequence and position.
+
+    It replaces the ids that a router chose. Weights stay those of the router's logits at these ids.
+    """
+
+    ids: Tensor
+    """int32 [L, P, k] on the device."""
+    taken: Tensor
+    """int32 [L * most tokens of a step * k] on the device: those of the newest step."""
+    facts: dict[str, Any]
+    """For the record."""
+
+    @classmethod
+    def of(
+        cls, routing: Routing, sizes: ExpertSizes, *, seed: int, most_tokens: int, device: Device
+    ) -> "RoutingTable":
+        """Read or draw a table and put it on the device.
+
+        Raises:
+            ConfigError: A trace is absent, malformed, or of other sizes than the model.
+        """
+        facts: dict[str, Any] = {"kind": routing.kind}
+        if routing.file is not None:
+            trace = read_trace(Path(routing.file).expanduser())
+            trace.check_model(routing.file, sizes)
+            ids = trace.ids[:TABLE_ROWS]
+            facts |= {"file": routing.file, "sha256": trace.digest, "trace_model": trace.model}
+            facts["trace_tokens"] = len(trace.ids)
+        else:
+            assert routing.reuse is not None
+            ids = synthetic_ids(sizes, routing.reuse, seed, TABLE_ROWS)
+            facts["reuse"] = routing.reuse
+        facts |= {"rows": len(ids), "measured_reuse": reuse_share(ids)}
+        host = torch.from_numpy(np.ascontiguousarray(ids.transpose(1, 0, 2), dtype=np.int32))
+        table = device.empty(host.nbytes).view(torch.int32).view(host.shape)
+        table.copy_(host)
+        num_bytes = len(sizes.layers) * most_tokens * sizes.top_k * 4
+        return cls(table, device.empty(num_bytes).view(torch.int32), facts)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table, P."""
+        return int(self.ids.shape[1])
+
+    def take(self, rows_T: Tensor) -> Tensor:
+        """Return the experts of a step's tokens, int32 [L, T, k], until the next call.
+
+        Args:
+            rows_T: int64 [T], below P.
+
+        Stream: enqueued on the current stream.
+        """
+        num_layers, _, top_k = self.ids.shape
+        shape = num_layers, len(rows_T), top_k
+        out = self.taken[: num_layers * len(rows_T) * top_k].view(shape)
+        return torch.index_select(self.ids, 1, rows_T, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPart:
+    """Where a sequence's tokens lie in a step."""
+
+    seq_id: int
+    start: int
+    """Position of the first."""
+    first: int
+    """Its place among the step's tokens."""
+    count: int
+
+
+@dataclass(eq=False)
+class RoutingRecorder:
+    """Keeps the experts of every token that runs, by sequence and position.
+
+    A step writes them into a buffer on the device, also within a graph; a copy to one of two host
+    buffers is enqueued behind it, and read when its tokens are. Tokens that are computed again
+    replace themselves.
+    """
+
+    sizes: ExpertSizes
+    buffer: Tensor
+    """int16 [L, most tokens of a step, k] on the device."""
+    hosts: tuple[Tensor, Tensor]
+    """The same, twice, on the host."""
+    _turn: int = 0
+    _sequences: dict[int, list[tuple[int, np.ndarray]]] = field(default_factory=dict)
+    """Of each sequence its parts as they came: first position, and int16 [L, count, k]."""
+
+    @classmethod
+    def of(cls, sizes: ExpertSizes, most_tokens: int, device: Device) -> "RoutingRecorder":
+        """Allocate the buffers."""
+        shape = len(sizes.layers), most_tokens, sizes.top_k
+        num_bytes = 2 * shape[0] * shape[1] * shape[2]
+        buffer = device.empty(num_bytes).view(torch.int16).view(shape)
+        hosts = device.upload_buffer(shape, torch.int16), device.upload_buffer(shape, torch.int16)
+        return cls(sizes, buffer, hosts)
+
+    def note(self, place: int, ids_Tk: Tensor) -> None:
+        """Write the experts of a step's tokens in the layer at `place` among those with experts.
+
+        Stream: enqueued on the current stream.
+        """
+        self.buffer[place, : len(ids_Tk)].copy_(ids_Tk)
+
+    def send(self, num_tokens: int) -> Tensor:
+        """Enqueue the copy of the newest step to the host; return where it will be.
+
+        int16 [L, num_tokens, k], to be read before the call after the next one.
+
+        Stream: enqueued on the current stream.
+        """
+        self._turn = 1 - self._turn
+        found = self.hosts[self._turn][:, :num_tokens]
+        found.copy_(self.buffer[:, :num_tokens], non_blocking=True)
+        return found
+
+    def collect(self, sent: Tensor, parts: Sequence[RecordedPart]) -> None:
+        """Keep the experts of sequences, once the copy is known to be done."""
+        ids = sent.numpy()
+        for part in parts:
+            kept = self._sequences.setdefault(part.seq_id, [])
+            kept.append((part.start, ids[:, part.first : part.first + part.count].copy()))
+
+    def trace(self, model: str) -> RoutingTrace:
+        """Return what was recorded: one sequence after the other, each in order of position."""
+        found = [_in_order(parts) for _, parts in sorted(self._sequences.items())]
+        shape = 0, len(self.sizes.layers), self.sizes.top_k
+        ids = np.concatenate(found) if found else np.empty(shape, dtype=np.int16)
+        return RoutingTrace(model, self.sizes, ids)
+
+
+def _in_order(parts: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Return the experts of one sequence, int16 [N, L, k], each position once, the newest of it."""
+    by_position = {
+        start + offset: ids[:, offset] for start, ids in parts for offset in range(ids.shape[1])
+    }
+    return np.stack([by_position[position] for position in sorted(by_position)])
