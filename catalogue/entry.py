@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.errors import ConfigError
+from engine.model.rounding import BITS
 from engine.model.spec import LOAD_FORMATS, ModelSpec
 from engine.sealed import Sealed, check_choice
 
@@ -78,6 +79,10 @@ class Model(Sealed):
     keep_lossless: bool = False
     """Keep what a load packs (engine.weight_format) in TIGHTFIT_HOME/lossless, at 0.75 of its size;
     later loads read that."""
+    quantize: str | None = None
+    """int8 | int4: round plain weights to integers at the load (to the nearest, groups of 128);
+    embedding and head stay plain, and tokens differ from those of the checkpoint. null: weights
+    stay as they are."""
     spec: ModelSpec | None = None
     """Sizes of the architecture; null: read from config.json in `path`."""
 
@@ -90,6 +95,8 @@ class Model(Sealed):
                 f"model.name: expected letters, digits, '.', '_' and '-', got {self.name!r}."
             )
         check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        if self.quantize is not None:
+            check_choice("model.quantize", self.quantize, tuple(BITS))
         if self.path is not None and not self.path.strip():
             raise ConfigError("model.path: expected a folder or null, got an empty text.")
         if self.path is None and self.source.kind == "folder" and self.load_format != "dummy":

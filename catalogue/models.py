@@ -223,6 +223,7 @@ def located(model: str, load_format: str | None = None) -> dict[str, Any]:
         "path": None if path is None else str(path),
         "load_format": entry.load_format,
         "keep_lossless": entry.keep_lossless,
+        "quantize": entry.quantize,
         "spec": describe(entry).spec if path is None else entry.spec,
     }
 

@@ -60,6 +60,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "graphs": sorted(x.decodes for x in captured if not x.tokens and not x.reads_host),
         "prefill_graphs": sorted([x.decodes, x.tokens] for x in captured if x.tokens),
         "load_format": engine.config.model.load_format,
+        **({"quantize": plan.quantize} if plan.quantize else {}),
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_gpu_blocks,
         "num_window_blocks": sum(plan.kv.pools[1:]),

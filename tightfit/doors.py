@@ -88,6 +88,7 @@ def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
         path=path,
         load_format=load_format,
         keep_lossless=entry.keep_lossless,
+        quantize=entry.quantize,
         spec=spec,
     )
     config = config_from_keywords(sizes, _noting(keywords))

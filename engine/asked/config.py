@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
+from engine.model.rounding import BITS
 from engine.model.spec import DTYPES, LOAD_FORMATS, ModelSpec
 from engine.sealed import Sealed, check_choice, check_number, number
 
@@ -90,7 +91,8 @@ class EngineSettings(Sealed):
     weight_format: str | None = None
     """checkpoint (weights as they are stored) | lossless (every bfloat16 matrix that takes less in
     12-bit codes, restored to the bit) | auto (whichever is predicted to be better, or some of
-    both). null: checkpoint, or auto where the planner chooses placements (offload=auto)."""
+    both). null: checkpoint, or auto where the planner chooses placements (offload=auto) of weights
+    that are not rounded (model.quantize)."""
     seed: int = number(0, low=0, high=2**63 - 1)
     """Seed of dummy weights and of requests without a seed."""
     host_reserve_gib: float = number(1.0, low=0)
@@ -209,12 +211,18 @@ class ModelConfig(Sealed):
     keep_lossless: bool = False
     """Keep what a load packs (engine.weight_format) in TIGHTFIT_HOME/lossless, at 0.75 of its size;
     later loads read that."""
+    quantize: str | None = None
+    """int8 | int4: round plain weights to integers at the load (to the nearest, groups of 128);
+    embedding and head stay plain, and tokens differ from those of the checkpoint. null: weights
+    stay as they are."""
     spec: ModelSpec | None = None
     """Sizes; null: read from config.json in `path`."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
         check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        if self.quantize is not None:
+            check_choice("model.quantize", self.quantize, tuple(BITS))
         if self.path is None and self.spec is None:
             raise ConfigError(
                 f"model {self.name!r}: expected a folder (path) or its sizes (spec), got neither."
@@ -261,6 +269,12 @@ class EngineConfig(Sealed):
             if (tokens := getattr(self, name)) is not None:
                 check_number(name, tokens, low=1, integer=True, hint="In tokens.")
         self.planner.check_against(self.offload)
+        if self.model.quantize is not None and self.engine.weight_format in {"lossless", "auto"}:
+            raise ConfigError(
+                "engine.weight_format: expected null or checkpoint with model.quantize="
+                f"{self.model.quantize}, got {self.engine.weight_format}: rounded weights have no "
+                "bits to restore. Remove one of them."
+            )
         if self.model.keep_lossless and self.weight_format == "checkpoint":
             raise ConfigError(
                 "model.keep_lossless: expected engine.weight_format=lossless or auto beside it, "
@@ -276,7 +290,8 @@ class EngineConfig(Sealed):
     @property
     def weight_format(self) -> str:
         """The weight format in force: checkpoint | lossless | auto."""
-        default = "auto" if self.planner.choose else "checkpoint"
+        is_open = self.planner.choose and self.model.quantize is None
+        default = "auto" if is_open else "checkpoint"
         return self.engine.weight_format or default
 
     def to_dict(self) -> dict[str, Any]:

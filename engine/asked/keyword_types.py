@@ -102,6 +102,10 @@ class Keywords(TypedDict, total=False):
     pin_limit_gib: float | None
     """Limit of pinned memory for KV blocks, GiB; further blocks are pageable and are only
     copied, never read in place. None: all are pinned."""
+    quantize: str | None
+    """int8 | int4: round plain weights to integers at the load (to the nearest, groups of 128);
+    embedding and head stay plain, and tokens differ from those of the checkpoint. None: weights
+    stay as they are."""
     referee: bool
     """Build the two best candidates, time a few steps of each and keep the faster one."""
     request_tokens: int | None
@@ -123,7 +127,8 @@ class Keywords(TypedDict, total=False):
     weight_format: str | None
     """checkpoint (weights as they are stored) | lossless (every bfloat16 matrix that takes less
     in 12-bit codes, restored to the bit) | auto (whichever is predicted to be better, or some
-    of both). None: checkpoint, or auto where the planner chooses placements (choose=True)."""
+    of both). None: checkpoint, or auto where the planner chooses placements (choose=True) of
+    weights that are not rounded (quantize)."""
     offload_config: OffloadConfig | dict[str, Any] | None
     """An OffloadConfig or a dict of its fields, in the place of single ones."""
     kv_transfer_config: KVTransferConfig | dict[str, Any] | None

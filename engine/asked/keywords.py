@@ -62,8 +62,8 @@ NOT_SUPPORTED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "preemption_mode": ((None,), "a sequence is swapped if the host tier has free blocks."),
     "quantization": (
         (None,),
-        "weights keep the checkpoint's values. weight_format='lossless' makes them smaller, "
-        "restored to the bit.",
+        "how a checkpoint is quantised is read from its files. quantize='int4' rounds plain "
+        "weights at the load; weight_format='lossless' makes them smaller, restored to the bit.",
     ),
     "revision": ((None, "main"), "name the folder of a snapshot, or add a YAML to conf/model."),
     "runner": (("auto", "generate"), "models generate text only."),

@@ -32,6 +32,7 @@ from engine.model.schemes import (
     GGUF_ROWS,
     LAYOUTS,
     LINEAR,
+    ROUNDED,
     TILE,
     Arrays,
     Scheme,
@@ -384,7 +385,7 @@ def sources_of(scheme: Scheme, part: ParamSpec, row: int) -> Iterator[Source]:
     heads = dict(zip(("q_proj", "k_proj"), scheme.heads, strict=True)).get(ending, 0)
     whole = Source(scheme, (rows, columns), stored, "", row, heads)
     step = max(1, _BLOCK_ELEMENTS // columns)
-    if not scheme.gguf_type or heads or step >= rows:
+    if not (scheme.gguf_type or scheme.layout == ROUNDED) or heads or step >= rows:
         yield whole
         return
     [(suffix, parameter)] = stored

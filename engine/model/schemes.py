@@ -36,6 +36,8 @@ GGUF_ROWS: Final = "gguf-rows"
 """Plain rows of a GGUF file that are put into another order."""
 GGUF_NORM: Final = "gguf-norm"
 """Weights of norms to which a GGUF file has 1 added."""
+ROUNDED: Final = "int"
+"""Integers that a load makes of plain rows; no checkpoint has them (model.quantize)."""
 LINEAR: Final = "Linear"
 """A target that every matrix of a layer and the head match."""
 
@@ -236,8 +238,13 @@ def _norm(_: Scheme, rows: int, columns: int) -> Arrays:
     return Arrays("", (("weight", (rows,), None),))
 
 
+def _rounded(scheme: Scheme, rows: int, columns: int) -> Arrays:
+    return Arrays(f"uint{scheme.bits}", (("weight", (rows, columns), None),), has=("zero",))
+
+
 LAYOUTS: Final = MappingProxyType(
     {
+        ROUNDED: _rounded,
         **dict.fromkeys(_GGUF_LAYOUTS, _gguf),
         GGUF_ROWS: _plain,
         GGUF_NORM: _norm,
@@ -254,6 +261,7 @@ LAYOUTS: Final = MappingProxyType(
 BITS: Final = MappingProxyType(
     {
         **{f"gguf-{word.lower()}": (int(word[1]),) for word in GGUF_TYPES},
+        ROUNDED: (4, 8),
         GGUF_ROWS: (16,),
         GGUF_NORM: (32,),
         "awq": (4,),

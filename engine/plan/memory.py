@@ -9,6 +9,7 @@ from typing import Any
 from engine.asked.config import EngineConfig, GPUConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
+from engine.model.rounding import described, rounded_formats
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.notebook import plan_html
 from engine.plan.policy import Assignment, fall_back
@@ -136,6 +137,8 @@ class MemoryPlan:
     weight_format: dict[str, Any] | None = field(default=None, repr=False)
     """What was asked and chosen, bytes by format, and what stays plain and why; None: all weights
     are as the checkpoint has them, as asked."""
+    quantize: str | None = None
+    """What the load rounds plain weights to, in words; None: it rounds none."""
     predicted: dict[str, Any] | None = field(default=None, repr=False)
     """Times that engine.plan.times.predict gives for this plan."""
     choice: dict[str, Any] | None = field(default=None, repr=False)
@@ -350,6 +353,7 @@ class MemoryPlan:
             "notes": list(self.notes),
             **({"formats": self.formats.to_dict()} if self.formats.others else {}),
             **({"weight_format": self.weight_format} if self.weight_format else {}),
+            **({"quantize": self.quantize} if self.quantize else {}),
         }
 
 
@@ -409,7 +413,9 @@ class Asked:
     def formats(self) -> TensorFormats:
         """The format of every tensor."""
         own = self.spec.formats(self.dtype)
-        return TensorFormats(FORMATS[self.dtype], {**own, **self.tensor_formats})
+        rounded = rounded_formats(self.config.model.quantize, self.spec, self.dtype)
+        every = {**own, **rounded, **self.tensor_formats}
+        return TensorFormats(FORMATS[self.dtype], every)
 
     # What no placement changes is found once, for all plans that are made from this.
 
@@ -533,7 +539,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     assignment = fall_back(
         assignment, can_pin=facts.can_pin, can_uva=facts.can_uva, reason=facts.reason
     )
-    settings, size = config.engine, DTYPE_BYTES[dtype]
+    settings, size, quantize = config.engine, DTYPE_BYTES[dtype], config.model.quantize
     layout = lay_out(asked, assignment)
     slots, outer_slot, stage = _slots(layout, assignment, config, asked.formats)
     slot_bytes = {found.residence: found.count * found.num_bytes for found in slots}
@@ -613,6 +619,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         host_kv=host_kv,
         prefix_caching=config.kv.enable_prefix_caching,
         longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
+        quantize=None if quantize is None else described(quantize),
         facts=facts,
     )
 

@@ -689,6 +689,8 @@ def load_s(shape: Shape, rates: Rates) -> float:
     total = sum(shape.resident_bytes) + shape.head_bytes + in_host
     packed = sum((*shape.packed, *(p for m in shape.moved for p in m.packed)), shape.head_packed)
     total += packed.plain - packed.stored  # files are read as they are
+    if plan.quantize is None:  # in which they are quantised already
+        total -= packed.quantised_plain - packed.quantised
     pinned = (in_host if plan.pin else 0) + plan.host_items.get("pinned_kv", 0)
     read_s = total / (rates.file_read_gb_s * 1e9) if plan.reads_files else 0.0
     start_s = CPU_START_S if rates.is_cpu else START_S

@@ -69,13 +69,14 @@ def ways(
 
 def in_codes(asked: Asked) -> Asked | None:
     """Return the same question with lossless weights; None: they are of no use, or ruled out."""
-    if asked.config.engine.weight_format is not None or asked.tensor_formats or asked.reference:
+    config = asked.config
+    is_set = config.engine.weight_format is not None or config.model.quantize is not None
+    if is_set or asked.tensor_formats or asked.reference:
         return None
     found = ways("auto", asked.spec, asked.dtype, asked.facts, asked.unpackable)
     if LOSSLESS not in found:
         return None
-    engine = replace(asked.config.engine, weight_format=LOSSLESS)
-    config = replace(asked.config, engine=engine)
+    config = replace(config, engine=replace(config.engine, weight_format=LOSSLESS))
     return replace(asked, config=config, tensor_formats=found[LOSSLESS])
 
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.model.quantised import Source
-from engine.model.schemes import GGUF_NORM, GGUF_ROWS, GGUF_TYPES, TILE
+from engine.model.schemes import GGUF_NORM, GGUF_ROWS, GGUF_TYPES, ROUNDED, TILE
 
 Arrays = dict[str, torch.Tensor]
 NF4: Final = (
@@ -209,6 +209,37 @@ def _nf4(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
     return {"values": tiled(values), "scale": scale.view(rows, -1), "table": table}
 
 
+def _rounded(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    """Round to the nearest of 2^bits values between the least and the greatest of a group.
+
+    The scale is rounded to its dtype first, and zero is one of the values.
+    """
+    scheme, (rows, columns) = source.scheme, source.shape
+    weight = stored["weight"].to(torch.float32, copy=True)
+    if rest := -columns % scheme.group:
+        weight = torch.nn.functional.pad(weight, (0, rest))
+    groups = weight.view(rows, -1, scheme.group)
+    low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
+    most = 2**scheme.bits - 1
+    # Not by a number, which a GPU multiplies with the inverse of: other bits than a CPU's.
+    span = (high - low) / torch.full_like(low, most)
+    scale = span.to(stored["weight"].dtype)
+    if not torch.isfinite(scale).all():
+        name = source.parameters[0][1].name
+        raise CheckpointError(
+            f"{name}: expected finite weights for model.quantize, got some that are not, or a "
+            "group whose range exceeds float32. Set model.quantize=null."
+        )
+    step = torch.where(scale == 0, 1, scale.float())  # all of such a group is zero
+    zero = (-low / step).round_().clamp_(max=most)
+    values = groups.div_(step[..., None]).round_().add_(zero[..., None]).clamp_(0, most)
+    return {
+        "values": _in_bytes(values.to(torch.uint8).view(rows, -1)[:, :columns], scheme.bits),
+        "zero": zero.to(torch.uint8),
+        "scale": scale,
+    }
+
+
 def _unrotated(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Put rows that rotate together, which follow each other, half a head apart."""
     if not heads:
@@ -316,6 +347,7 @@ _MAKERS: Final[Mapping[str, Callable[[Source, Mapping[str, torch.Tensor]], Array
     MappingProxyType(
         {
             **{f"gguf-{word.lower()}": _gguf for word in GGUF_TYPES},
+            ROUNDED: _rounded,
             GGUF_ROWS: _gguf_rows,
             GGUF_NORM: _gguf_norm,
             "awq": _awq,

@@ -12,6 +12,7 @@ from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.formats import plain
+from engine.model.rounding import rounded_formats
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.plan.policy import assign
 from harness.config.schema import RunConfig
@@ -95,11 +96,13 @@ def check_system(config: RunConfig) -> None:
             f"gpu.host_gib: expected null with system={kind}, got {config.gpu.host_gib:g}: it "
             "limits plans, and this system makes none. Remove it."
         )
-    if config.model.keep_lossless:
-        raise ConfigError(
-            f"model.keep_lossless: expected false with system={kind}, got true: {WHY[kind]}. "
-            "Remove it, or choose system=native."
-        )
+    for name, default in (("keep_lossless", "false"), ("quantize", "null")):
+        if value := getattr(config.model, name):
+            got = "true" if value is True else value
+            raise ConfigError(
+                f"model.{name}: expected {default} with system={kind}, got {got}: {WHY[kind]}. "
+                "Remove it, or choose system=native."
+            )
     for node in NODES:
         _check_node(kind, node, attrgetter(node)(config))
     if kind == "http":
@@ -176,6 +179,7 @@ def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
         path=None if model_path is None else str(model_path),
         load_format=config.model.load_format,
         keep_lossless=config.model.keep_lossless,
+        quantize=config.model.quantize,
         spec=config.model.spec,
     )
     return with_model(config, model)
@@ -220,13 +224,14 @@ def check_settings(config: RunConfig) -> None:
     if serve is not None and serve.trace is not None:
         serve.trace.check_ending()
     check_system(config)
-    if config.model.keep_lossless:
+    if config.model.keep_lossless or config.model.quantize:
         engine_config(config, expanded(config.model.path or "."))  # refuses what has no effect
     spec = config.model.spec
     if spec is None:
         return
     sizes = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
     asked = with_model(config, sizes)
+    rounded_formats(config.model.quantize, spec, spec.dtype)  # refuses what is quantised already
     resolve_max_model_len(asked, spec)
     # Only whether anything moves matters here, and that is the same in every dtype.
     assign(spec, config.offload, plain(resolve_dtype(asked, spec, "cuda")))

@@ -169,6 +169,11 @@ class ModelNode(Model):
                 "model.fake: expected null, or model.spec and model.load_format=dummy beside it. "
                 "Choose model=fake, or remove it."
             )
+        if self.fake is not None and self.quantize is not None:
+            raise ConfigError(
+                f"model.quantize: expected null with model=fake, which has no weights, got "
+                f"{self.quantize}. Remove it."
+            )
         if self.path is None and self.spec is None:
             raise ConfigError(
                 "model.spec: expected the sizes of the model, or a folder in model.path to read "

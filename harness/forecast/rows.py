@@ -267,7 +267,13 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
     facts, probed = machine_facts(config)
     # Weights that are not here yet will be read from some folder.
     path = None if node.load_format == "dummy" else str(state(node).path or ".")
-    model = ModelConfig(name=node.name, path=path, load_format=node.load_format, spec=found.spec)
+    model = ModelConfig(
+        name=node.name,
+        path=path,
+        load_format=node.load_format,
+        quantize=node.quantize,
+        spec=found.spec,
+    )
     rates = {} if probed is None else probed.rates
     return Forecast(
         config=config,

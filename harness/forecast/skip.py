@@ -73,7 +73,8 @@ def planned_shortage(config: RunConfig) -> CapacityError | None:
         return None
     try:
         spec = describe(config.model).spec
-        model = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
+        node = config.model
+        model = ModelConfig(name=node.name, load_format="dummy", quantize=node.quantize, spec=spec)
         engine = with_model(config, model)
         if config.model.fake is not None:
             plan_fake(config.model.fake, engine)

@@ -29,6 +29,8 @@ _COLUMNS: Final = ("KV cache", "blocks", "tokens", "GiB")
 
 def weight_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """Yield what format the weights of a plan have, where one was asked for."""
+    if plan.get("quantize"):
+        yield f"  weights: {plan['quantize']}"
     found = plan.get("weight_format")
     if not found:
         return

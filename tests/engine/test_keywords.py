@@ -84,6 +84,7 @@ OTHER: dict[str, Any] = {
     "model_name": "called",
     "load_format": "dummy",
     "keep_lossless": True,
+    "quantize": "int4",
     "spec": small_spec(),
 }
 """A value of each keyword that is not its default."""

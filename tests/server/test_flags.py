@@ -150,5 +150,5 @@ def test_flags_of_other_engines_are_taken_where_they_change_nothing() -> None:
 REASONS = (
     "--trust-remote-code: not supported: no code",
     "--no-enable-chunked-prefill: not supported: prompts",
-    "quantization='awq': not supported: weights keep",
+    "quantization='awq': not supported: how a checkpoint",
 )

@@ -1,0 +1,48 @@
+"""Plain weights that a load rounds to integers of groups of columns (model.quantize); no torch."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from engine.errors import ConfigError
+from engine.model.formats import NO_FORMATS, Format
+from engine.model.quantised import Quantisation
+from engine.model.schemes import LINEAR, ROUNDED, Scheme
+from engine.model.spec import ModelSpec
+
+GROUP: Final = 128
+"""Columns of one scale."""
+BITS: Final[Mapping[str, int]] = MappingProxyType({"int8": 8, "int4": 4})
+"""Values of model.quantize -> bits of a value."""
+
+
+def described(quantize: str) -> str:
+    """Return what records call it."""
+    return f"{quantize} (round to nearest, group {GROUP})"
+
+
+def rounded_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mapping[str, Format]:
+    """Return the formats of the tensors that a load rounds: every matrix of a layer.
+
+    Embedding and head stay as they are, which most quantised checkpoints leave plain too. A scale
+    has the dtype of the checkpoint.
+
+    Args:
+        quantize: A key of BITS; None: nothing is rounded.
+        spec: Sizes of the model.
+        dtype: That the engine computes in.
+
+    Raises:
+        ConfigError: The checkpoint is quantised already.
+    """
+    if quantize is None:
+        return NO_FORMATS
+    if spec.quantization:
+        raise ConfigError(
+            f"model.quantize={quantize}: expected a checkpoint of plain weights, got one that is "
+            f"quantised ({spec.quantization['method']}). Remove model.quantize, or choose the "
+            "bfloat16, float16 or float32 checkpoint."
+        )
+    scheme = Scheme(ROUNDED, BITS[quantize], GROUP, spec.dtype)
+    found = Quantisation(quantize, (((LINEAR,), scheme),), ("lm_head",))
+    return found.formats(spec.tensors(), dtype)
