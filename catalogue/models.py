@@ -18,7 +18,7 @@ from catalogue.checkpoint import (
     unavailable,
 )
 from catalogue.entry import Model, ModelSource, is_hub_id
-from catalogue.files import CONF, expanded, load_yaml, models_folder, quote_texts
+from catalogue.files import CONF, expanded, kept_folder, load_yaml, models_folder, quote_texts
 from catalogue.hub import (
     downloaded_bytes,
     ensure_config,
@@ -29,6 +29,7 @@ from catalogue.hub import (
 from catalogue.packages import ensure_package_model, is_converted, model_path
 from engine.errors import CheckpointError, ConfigError, did_you_mean
 from engine.model.checkpoint import ModelFolder, read_config, read_folder
+from engine.model.facts import copy_folder
 from engine.model.gguf import config_of, is_gguf, read_gguf
 from engine.sealed import from_plain, key_types, without_null
 
@@ -187,15 +188,32 @@ def own_folder(model: Model) -> Path:
     return folder
 
 
-def remove(model: Model) -> int:
-    """Remove what was fetched of a model into TIGHTFIT_HOME; return the bytes that are free now.
+def kept_copy(model: Model) -> Path | None:
+    """Return the folder of a model's copy in lossless codes (keep_lossless); None: it has none."""
+    path = state(model).path
+    folder = None if path is None else copy_folder(kept_folder(), path)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def remove(model: Model, *, keep_files: bool = False) -> int:
+    """Remove what was fetched of a model into TIGHTFIT_HOME, and its copy in lossless codes.
+
+    Args:
+        model: of the catalogue, or of the registry.
+        keep_files: remove the copy alone.
+
+    Returns:
+        the bytes that are free now.
 
     Raises:
         ConfigError: nothing was fetched there; a folder or a cache of the user's stays as it is.
     """
-    folder = own_folder(model)
-    num_bytes = freed_bytes(folder)
-    shutil.rmtree(folder)
+    folders = [] if keep_files else [own_folder(model)]
+    if (copy := kept_copy(model)) is not None:
+        folders.append(copy)
+    num_bytes = sum(freed_bytes(folder) for folder in folders)
+    for folder in folders:
+        shutil.rmtree(folder)
     return num_bytes
 
 

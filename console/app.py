@@ -145,10 +145,11 @@ class Switch(_Asked):
 
 
 class ChangedService(_Asked):
-    """A change of a service: one of the two."""
+    """A change of a service: one of them."""
 
     auto_restart: bool | None = None
     max_model_len: int | None = None
+    port: int | None = None
 
 
 class Console:
@@ -395,21 +396,20 @@ class Console:
         return await self._submit("switch", service_id=service_id, profile_id=asked.profile_id)
 
     async def change_service(self, request: Request, service_id: int) -> Response:
-        """Change the context window of a service, or whether it is started again by itself."""
+        """Change a service's context window or port, or whether it is started again by itself."""
         asked = await self._read(request, ChangedService)
-        match asked.auto_restart, asked.max_model_len:
-            case bool() as is_on, None:
-                return await self._submit(
-                    "set_auto_restart", service_id=service_id, auto_restart=is_on
-                )
-            case None, int() as tokens:
-                return await self._submit(
-                    "set_context", service_id=service_id, max_model_len=tokens
-                )
-            case _:
-                raise FieldError(
-                    "auto_restart", "the body: expected either auto_restart or max_model_len."
-                )
+        given = asked.model_dump(exclude_none=True)
+        actions = {
+            "auto_restart": "set_auto_restart",
+            "max_model_len": "set_context",
+            "port": "set_port",
+        }
+        if len(given) != 1:
+            raise FieldError(
+                "auto_restart", f"the body: expected one of {', '.join(actions)}, got {len(given)}."
+            )
+        (name,) = given
+        return await self._submit(actions[name], service_id=service_id, **given)
 
     async def chat(self, request: Request) -> Response:
         """Pass a chat on to the service that is ready, and its answer back."""

@@ -23,7 +23,7 @@ from engine.model.checkpoint import (
     find_tensors,
     read_folder,
 )
-from engine.model.facts import read_unpackable, write_unpackable
+from engine.model.facts import copy_folder, read_unpackable, write_unpackable
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.gguf import is_gguf
 from engine.model.spec import ModelSpec
@@ -34,7 +34,7 @@ from engine.run.decoder import Decoder
 from engine.run.executor import DeviceExecutor
 from engine.run.sampler import Sampler
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
-from engine.weights.kept import DAMAGED, KeptCopy, Packed, copy_folder, keep, source_identity
+from engine.weights.kept import DAMAGED, KeptCopy, Packed, keep, source_identity
 from engine.weights.reader import CheckpointReader, DummyWeights, pack, unpack
 from engine.weights.store import OPERATORS, WeightStore
 from kernels.compile_time import LISTENER, Compilation, CudaError

@@ -15,7 +15,7 @@ from engine.device.base import Device
 from engine.device.cuda import open_device
 from engine.errors import CapacityError, ConfigError, UnpackableError
 from engine.model.checkpoint import StoredTensor, find_tensors, read_folder
-from engine.model.facts import read_unpackable, write_unpackable
+from engine.model.facts import copy_folder, read_unpackable, write_unpackable
 from engine.model.formats import TensorFormats, TensorSpec
 from engine.model.lossless import DTYPE, lossless_formats, why_plain
 from engine.model.spec import ModelSpec
@@ -26,7 +26,6 @@ from engine.weights.kept import (
     KeptCopy,
     Packed,
     alone,
-    copy_folder,
     require_room,
     source_identity,
 )

@@ -1,5 +1,6 @@
 """The views Models and Add: cards of models, one model with its profiles, what a delete takes."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -189,11 +190,22 @@ def profile_choices(rows: Sequence[Model]) -> list[dict[str, Any]]:
             "id": profile.id,
             "value": profile.id,
             "model_id": model.id,
+            "model": model.name,
             "label": f"{model.name}: {profile_line(profile)}",
         }
         for model in rows
         if model.state not in {"missing", "downloading"}
         for profile in model.profiles
+    ]
+
+
+def sweeps(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the models of profiles that can be chosen, with how many they have."""
+    names = {each["model_id"]: each["model"] for each in choices}
+    counts = Counter(each["model_id"] for each in choices)
+    return [
+        {"id": key, "label": f"{name}, {counts[key]} profile{'s' if counts[key] > 1 else ''}"}
+        for key, name in names.items()
     ]
 
 
@@ -226,19 +238,24 @@ def removal_of(model: Model, found: Removal | str) -> dict[str, Any]:
     profiles = f"profile{'s' if len(found.profiles) != 1 else ''} {', '.join(found.profiles)}"
     counts = f"{found.num_tests:,} tests and {found.num_measurements:,} measurements"
     lines = [f"from the registry: {profiles}; {counts}"]
+    if found.copy is not None:
+        size = texts.gib(found.copy_bytes)
+        lines.append(f"from the disk: its copy in lossless codes, {found.copy}, {size}")
     if found.folder is None:
         where = f"what is in {model.path} is yours and stays" if model.path else "none is here"
-        lines.append(f"no files: {where}")
+        lines.append(f"no {'other ' if found.copy else ''}files: {where}")
+        what = f" and frees {freed}" if found.copy else "; no file goes"
         return {
-            "answer": f"This deletes {model.name}; no file goes",
+            "answer": f"This deletes {model.name}{what}",
             "lines": lines,
             "held": None,
         } | NO_FILES
-    lines.append(f"from the disk: {found.folder}, {freed}")
+    size = texts.gib(found.num_bytes - found.copy_bytes)
+    lines.append(f"from the disk: {found.folder}, {size}")
     return {
         "answer": f"This deletes {model.name} and frees {freed}",
         "lines": lines,
         "held": None,
         "has_files": True,
-        "freed": freed,
+        "freed": size,
     }

@@ -11,7 +11,7 @@ from console.page.texts import KINDS, UNKNOWN
 STEPS: Final = ("stopped", "loading", "ready", "stopping", "failed")
 """The state machine of a service, in order."""
 MOVING: Final = frozenset({"loading", "stopping"})
-"""States that end by themselves: until then most buttons are off."""
+"""States that end by themselves."""
 SETTINGS: Final = (
     ("model", "model"),
     ("dtype", "type of weights"),
@@ -84,10 +84,13 @@ def headline(services: Sequence[Plain]) -> dict[str, str]:
 def service(found: Plain, jobs: Sequence[Plain], choices: Sequence[Plain]) -> dict[str, Any]:
     """Return a service: state, progress, settings, and which buttons can be pressed."""
     state, key = found["state"], found["id"]
-    is_busy = any(
-        each["state"] in {"queued", "running"} and each.get("service_id") == key for each in jobs
-    )
-    is_moving = state in MOVING or is_busy
+    actions = {
+        each["action"]
+        for each in jobs
+        if each["state"] in {"queued", "running"} and each.get("service_id") == key
+    }
+    is_busy = bool(actions - {"stop"})  # what comes behind a stop waits for it
+    is_moving = state == "loading" or is_busy
     has_model = found.get("profile_id") is not None
     address = f"/api/services/{key}"
     reason, _, more = (found.get("reason") or "").partition("\n")
@@ -120,16 +123,18 @@ def service(found: Plain, jobs: Sequence[Plain], choices: Sequence[Plain]) -> di
         **{name: f"{address}/{name}" for name in ("start", "stop", "restart", "switch", "reset")},
         "body_none": "{}",
         "start_held": is_moving or state == "ready" or not has_model,
-        "stop_held": state in {"stopped", "stopping", "failed"} or (is_busy and state != "loading"),
+        "stop_held": not is_busy and state in {"stopped", "stopping", "failed"},
         "restart_held": is_moving or state == "stopped" or not has_model,
         "reset_held": is_moving or not found.get("is_crash_loop"),
         "switch_held": is_moving or not choices,
+        "is_unit": found["kind"] != "own",
         "auto_held": False,
         "auto_label": f"Restart by itself: {'on' if found.get('auto_restart') else 'off'}",
         "auto_body": json.dumps({"auto_restart": not found.get("auto_restart")}),
         "choices": [
             {**each, "selected": each["value"] == found.get("profile_id")} for each in choices
         ],
+        "port": found.get("port"),
         "context": asked.get("max_model_len") or holds.get("max_model_len"),
         "settings": settings,
         "has_no_settings": not settings,

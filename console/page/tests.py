@@ -80,12 +80,39 @@ def row(run: TestRun, models: Mapping[int, Model]) -> dict[str, Any]:
 def result(run: TestRun) -> str:
     """Return what a test found in a few words: two figures, or why there are none."""
     metrics = run.metrics or {}
+    if run.kind == "sweep":
+        return run.reason or fastest(metrics)
     found = [
         f"{metric.label} {' '.join(metric_parts(name, metrics[name])).rstrip()}"
         for name in RESULTS
         if (metric := METRICS.get(name)) is not None and isinstance(metrics.get(name), (int, float))
     ]
     return run.reason or ", ".join(found[:2])
+
+
+def fastest(metrics: Mapping[str, Any]) -> str:
+    """Return which profile of a sweep answered most tokens per second; empty where none did."""
+    name = RESULTS[0]
+    rates = {of: found[name] for of, found in metrics.items() if found.get(name) is not None}
+    if not rates:
+        return ""
+    best = max(rates, key=lambda of: rates[of])
+    return f"fastest of {len(metrics)}: {best}, {' '.join(metric_parts(name, rates[best]))}"
+
+
+def sweep_table(run: TestRun) -> dict[str, Any] | None:
+    """Return the figures of a sweep, a row for each profile; None: it is no sweep, or has none."""
+    metrics = (run.metrics or {}) if run.kind == "sweep" else {}
+    names = [name for name in RESULTS if any(name in found for found in metrics.values())]
+    if not names:
+        return None
+    return {
+        "columns": [f"{METRICS[name].label}, {unit_of(name)}" for name in names],
+        "rows": [
+            (of, [metric_number(name, found[name]) if name in found else UNKNOWN for name in names])
+            for of, found in metrics.items()
+        ],
+    }
 
 
 def live_list(

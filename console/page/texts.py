@@ -23,6 +23,7 @@ KINDS: Final[Mapping[str, str]] = {
     "partial": "warn",
     "interrupted": "warn",
     "failed": "bad",
+    "unresponsive": "bad",
     "no_fit": "bad",
     "crash_loop": "bad",
 }

@@ -260,6 +260,8 @@ class Pages:
             profiles=choices,
             chosen=mine[0] if mine else None,
             other=mine[1] if len(mine) > 1 else None,
+            models=models.sweeps(choices),
+            chosen_model=model,
             newer="/tests" if before is not None else None,
             older=None if last is None else f"/tests?before={last}",
         )
@@ -291,6 +293,7 @@ class Pages:
             subtitle=began,
             comparison=None if found is None else tests.comparison(found, by_id.get(run.model_id)),
             metrics=tests.metric_tiles(run),
+            sweep=tests.sweep_table(run),
             tables=tests.tables(run),
             report=self._report_of(run.folder),
         )

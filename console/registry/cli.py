@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from catalogue.checkpoint import ModelUnavailableError, freed_bytes
 from catalogue.entry import Model as Entry
 from catalogue.files import kept_folder, tightfit_home
-from catalogue.models import describe, fetch, find, names, own_folder, remove, state
+from catalogue.models import describe, fetch, find, kept_copy, names, own_folder, remove, state
 from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
 from engine.errors import ConfigError, EngineError
 from engine.sealed import GIB
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     change.add_argument("--default", action="store_true", help="use it where none is named")
     change.add_argument("--propose", action="store_true", help="have open settings proposed")
     change.add_argument("--drop", action="store_true", help="remove the profile")
-    gone.add_argument("--keep-files", action="store_true", help="leave all files where they are")
+    gone.add_argument("--keep-files", action="store_true", help="leave its files where they are")
     gone.add_argument("--dry-run", action="store_true", help="say what would go")
     return parser
 
@@ -447,12 +447,18 @@ def _removed_entry(entry: Entry, chosen: argparse.Namespace) -> Answer:
     """Remove the files of a model that was not added."""
     if chosen.keep_files:
         raise ConfigError(f"keep_files: expected a model that was added, got {entry.name}.")
-    folder = own_folder(entry)
-    size = freed_bytes(folder) if chosen.dry_run else remove(entry)
+    folder, copy = own_folder(entry), kept_copy(entry)
+    num_bytes = sum(freed_bytes(each) for each in (folder, copy) if each is not None)
+    size = num_bytes if chosen.dry_run else remove(entry)
     done = "would be removed" if chosen.dry_run else "removed"
     return Answer(
         [f"{entry.name}: {size / GIB:.2f} GiB {done}"],
-        {"name": entry.name, "folder": str(folder), "num_bytes": size},
+        {
+            "name": entry.name,
+            "folder": str(folder),
+            "copy": None if copy is None else str(copy),
+            "num_bytes": size,
+        },
     )
 
 
@@ -460,15 +466,16 @@ def _removed(registry: "Registry", name: str, chosen: argparse.Namespace) -> Ans
     act = registry.holdings.removal if chosen.dry_run else registry.holdings.remove
     found = act(name, keep_files=chosen.keep_files)
     done = "would be removed" if chosen.dry_run else "removed"
-    files = (
-        "no files" if found.folder is None else f"{found.num_bytes / GIB:.2f} GiB in {found.folder}"
-    )
+    sizes = ((found.folder, found.num_bytes - found.copy_bytes), (found.copy, found.copy_bytes))
+    parts = [f"{size / GIB:.2f} GiB in {folder}" for folder, size in sizes if folder is not None]
+    files = " and ".join(parts) or "no files"
     lines = [
         f"{found.name}: {files} {done}, with {_count(len(found.profiles), 'profile')}, "
         f"{_count(found.num_tests, 'test')} and {_count(found.num_measurements, 'measurement')}"
     ]
-    folder = None if found.folder is None else str(found.folder)
-    return Answer(lines, asdict(found) | {"folder": folder})
+    folders = {"folder": found.folder, "copy": found.copy}
+    plain = {name: None if path is None else str(path) for name, path in folders.items()}
+    return Answer(lines, asdict(found) | plain)
 
 
 def _count(number: int, noun: str) -> str:

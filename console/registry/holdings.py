@@ -18,7 +18,7 @@ from catalogue.entry import Model as Entry
 from catalogue.entry import ModelSource, is_hub_id
 from catalogue.files import models_folder
 from catalogue.hub import cached, downloaded_bytes, wanted_bytes
-from catalogue.models import fetch, find, named, names, own_folder, remove, state
+from catalogue.models import fetch, find, kept_copy, named, names, own_folder, remove, state
 from console.registry.checks import BusyError, FieldError
 from console.registry.database import Database
 from console.registry.models import (
@@ -50,8 +50,11 @@ class Removal:
     name: str
     folder: Path | None
     """Of its files; None: none go."""
+    copy: Path | None
+    """Of its copy in lossless codes, which goes with it; None: there is none."""
     num_bytes: int
-    """What is free then."""
+    """What is free then, of both."""
+    copy_bytes: int
     profiles: tuple[str, ...]
     num_tests: int
     num_measurements: int
@@ -229,10 +232,14 @@ class Holdings:
                 for table in (TestRun, Performance)
             )
             folder = None if keep_files else _own_folder(session, row)
+        copy = _copy_of(row)
+        copy_bytes = 0 if copy is None else freed_bytes(copy)
         return Removal(
             name=row.name,
             folder=folder,
-            num_bytes=0 if folder is None else freed_bytes(folder),
+            copy=copy,
+            num_bytes=copy_bytes + (0 if folder is None else freed_bytes(folder)),
+            copy_bytes=copy_bytes,
             profiles=tuple(profile.name for profile in row.profiles),
             num_tests=tests,
             num_measurements=measurements,
@@ -242,11 +249,12 @@ class Holdings:
         """Remove a model from the registry with its profiles and tests, and its files.
 
         Folders of test runs stay. Files are removed where they were fetched into TIGHTFIT_HOME,
-        or lie in its folder models; others are the user's.
+        or lie in its folder models; others are the user's. A copy in lossless codes goes in any
+        case: it is made anew when it is asked for.
 
         Args:
             model: its name or id.
-            keep_files: leave all files; those of the user's must be left.
+            keep_files: leave its files; those of the user's must be left.
 
         Raises:
             BusyError: the model is served, tested or downloaded.
@@ -259,8 +267,8 @@ class Holdings:
             if found.folder is not None:
                 # Nobody starts it from here on; were this process killed, the row would still say.
                 row.state, row.reason = "missing", "its files are being removed"
-        if found.folder is not None:
-            remove(entry_of(row))
+        if found.folder is not None or found.copy is not None:
+            remove(entry_of(row), keep_files=found.folder is None)
         with self._database.write() as session:
             session.delete(session.get_one(Model, row.id))
         return found
@@ -319,6 +327,14 @@ def _check_idle(session: Session, row: Model) -> None:
         raise BusyError(
             "model", f"model {row.name}: its test {number} has not ended. Cancel that first."
         )
+
+
+def _copy_of(row: Model) -> Path | None:
+    """Return the folder of a model's copy in lossless codes; None: there is none."""
+    try:
+        return kept_copy(entry_of(row))
+    except ConfigError:
+        return None  # the catalogue has the model no more
 
 
 def _own_folder(session: Session, row: Model) -> Path | None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 from sqlalchemy import JSON, ForeignKey, Index, MetaData, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-REVISION: Final = "0002"
+REVISION: Final = "0003"
 """The last migration, which makes these tables."""
 MODEL_KINDS: Final = ("package", "hub", "folder", "gguf")
 MODEL_STATES: Final = ("missing", "downloading", "untested", "testing", "ready", "failed")
@@ -240,4 +240,6 @@ class Service(Base):
     pid_started_s: Mapped[float | None] = mapped_column(default=None)
     failures: Mapped[list[float]] = mapped_column(Plain, default=list)
     """Times of the last ones."""
+    held_by_test_id: Mapped[int | None] = mapped_column(default=None)
+    """The test for which it was stopped, until it is started again."""
     changed_s: Mapped[float] = mapped_column(default=time.time, onupdate=time.time)

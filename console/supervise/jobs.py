@@ -15,6 +15,7 @@ from engine.errors import EngineError
 
 KEPT: Final = 50
 """Jobs that have ended and are still shown."""
+GIVEN_UP: Final = "it was given up for another job"
 Found = TypeVar("Found")
 logger = logging.getLogger("console")
 
@@ -33,10 +34,10 @@ class Job:
     """What it changes, such as service 1."""
     service_id: int | None = None
     state: str = "queued"
-    """queued | running | done | failed."""
+    """queued | running | done | failed | cancelled."""
     phase: str | None = None
     reason: str | None = None
-    """Why it failed."""
+    """Why it failed, or was cancelled."""
     log: list[str] = field(default_factory=list)
     """Of a failure, the last lines of the process."""
     created_s: float = field(default_factory=time.time)
@@ -76,6 +77,10 @@ class JobError(EngineError):
         self.log = log or []
 
 
+class JobCancelledError(EngineError):
+    """A job ended early because a person said so."""
+
+
 class Jobs:
     """All jobs; used on the event loop alone, but for `to_dicts`.
 
@@ -90,8 +95,9 @@ class Jobs:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def open_job(self, key: str) -> Job | None:
-        """Return the job that changes a thing now."""
-        return next((job for job in self._jobs.values() if job.is_open and job.key == key), None)
+        """Return the job that changes a thing now, or will behind the one that does."""
+        found = [job for job in self._jobs.values() if job.is_open and job.key == key]
+        return found[-1] if found else None
 
     def running(self, key: str, action: str, asked: Mapping[str, Any]) -> Job | None:
         """Return the job that does just this already; None: nothing is done there.
@@ -118,14 +124,27 @@ class Jobs:
         arguments: Mapping[str, Any],
         service_id: int | None = None,
         turn: asyncio.Lock | None = None,
+        behind: Job | None = None,
     ) -> Job:
         """Begin a job, once it has its turn; the same one again is the one that runs.
+
+        Args:
+            action: what is asked.
+            asked: its arguments as they were given.
+            work: does it.
+            key: what it changes.
+            arguments: for people.
+            service_id: of the service that it changes.
+            turn: held while it runs.
+            behind: a job that changes the same thing, whose end it waits for.
 
         Raises:
             BusyError: another job changes the same thing.
         """
-        if (running := self.running(key, action, asked)) is not None:
-            return running
+        if self.open_job(key) is not behind:
+            running = self.running(key, action, asked)
+            if running is not None:
+                return running
         job = Job(
             id=next(self._numbers),
             action=action,
@@ -135,20 +154,28 @@ class Jobs:
             service_id=service_id,
         )
         self._jobs[job.id] = job
-        self._tasks[job.id] = asyncio.create_task(self._run(job, work, turn))
+        self._tasks[job.id] = asyncio.create_task(self._run(job, work, turn, behind))
         self._on_change()
         return job
 
     async def _run(
-        self, job: Job, work: Callable[[Job], Awaitable[None]], turn: asyncio.Lock | None
+        self,
+        job: Job,
+        work: Callable[[Job], Awaitable[None]],
+        turn: asyncio.Lock | None,
+        behind: Job | None,
     ) -> None:
         try:
+            if behind is not None:
+                await self.wait(behind)
             async with turn or contextlib.nullcontext():
                 job.state = "running"
                 self._on_change()
                 await work(job)
         except asyncio.CancelledError:
-            job.state, job.reason = "failed", "it was given up for another job"
+            job.state, job.reason = "cancelled", GIVEN_UP
+        except JobCancelledError as error:
+            job.state, job.reason = "cancelled", str(error)
         except EngineError as error:
             job.state, job.reason = "failed", str(error)
             job.log = error.log if isinstance(error, JobError) else []
@@ -158,10 +185,13 @@ class Jobs:
         else:
             job.state = "done"
         finally:
-            job.ended_s = time.time()
-            self._tasks.pop(job.id, None)
-            self._forget()
-            self._on_change()
+            self._close(job)
+
+    def _close(self, job: Job) -> None:
+        job.ended_s = time.time()
+        self._tasks.pop(job.id, None)
+        self._forget()
+        self._on_change()
 
     def tell(self, job: Job, phase: str | None) -> None:
         """Say what a job does now."""
@@ -178,6 +208,9 @@ class Jobs:
         if (task := self._tasks.get(job.id)) is not None:
             task.cancel()
             await asyncio.wait([task])
+            if job.is_open:  # it had not begun
+                job.state, job.reason = "cancelled", GIVEN_UP
+                self._close(job)
 
     async def wait(self, job: Job) -> Job:
         """Wait for the end of a job; return it."""

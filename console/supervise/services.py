@@ -22,7 +22,9 @@ from console.supervise.child import Child, holds_command, kill_tree
 from console.supervise.figures import Figures, effective_of, holds_of
 from console.supervise.jobs import JobError, call_on
 from console.supervise.log import Log, last_words
+from engine.errors import ConfigError
 from server.lifecycle import EXIT_CONFIG, EXIT_USAGE
+from server.listen import PortTakenError, listen
 from server.settings import ServerSettings
 
 Plain = dict[str, Any]
@@ -39,8 +41,10 @@ class Limits:
     """That a server has to answer a look."""
     patience_s: float = 300.0
     """That a load may go without progress: another phase, or more bytes."""
+    unresponsive_s: float = 10.0
+    """That a server which was ready may leave looks without an answer before it is shown so."""
     silent_s: float = 60.0
-    """That a server which was ready may leave looks without an answer."""
+    """That it may leave looks without an answer before it is ended."""
     stop_s: float = ServerSettings().drain_s + 15.0
     """From SIGTERM to SIGKILL."""
     restart_s: float = 2.0
@@ -77,6 +81,8 @@ class Failure:
     reason: str
     is_permanent: bool = False
     """Whether another start would fail as well."""
+    is_crash: bool = True
+    """Whether a process ended: such failures count as a crash loop."""
     log: Sequence[str] = ()
 
 
@@ -127,6 +133,17 @@ def _command_of(model: Model, profile: Profile) -> Plain:
     except FieldError as error:
         return {"refusal": str(error)}
     return {"arguments": [source, "--served-model-name", model.name, *flags_of(profile.settings)]}
+
+
+def taken(port: int) -> str | None:
+    """Return why a server cannot have a port, with the process that has it; None: it can."""
+    try:
+        listen(ServerSettings(port=port)).close()
+    except PortTakenError as error:
+        return f"{str(error).partition(' End that,')[0]} End that, or choose another port."
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 class OwnService:
@@ -185,6 +202,11 @@ class OwnService:
     def base_url(self) -> str | None:
         """Where the server answers; None while it does not."""
         return self._child.url if self.state == "ready" and self._child is not None else None
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether the process was ready, and is not to end."""
+        return self.state in {"ready", "unresponsive"}
 
     @property
     def pid(self) -> int | None:
@@ -260,7 +282,7 @@ class OwnService:
         self._bytes_done = self._bytes_total = None
         if state != "ready":
             self._load = None
-        if state not in {"ready", "stopping"}:
+        if state not in {"ready", "unresponsive", "stopping"}:
             self._effective, self.info = None, {}
         if state in {"ready", "stopped"}:
             self._tail = ()
@@ -309,6 +331,8 @@ class OwnService:
             FieldError: there is nothing to serve.
             JobError: it failed.
         """
+        if self.state == "stopping" and self._life is not None:
+            await asyncio.wait([self._life])
         if self.state != "ready":
             if self._life is None:
                 self.check_startable()
@@ -373,6 +397,12 @@ class OwnService:
         self.auto_restart = auto_restart
         self._site.on_change()
 
+    async def set_port(self, port: int) -> None:
+        """Listen on another port from the next start on."""
+        await self._store(port=port)
+        self.port = port
+        self._site.on_change()
+
     async def serve(self, asked: Asked) -> None:
         """Serve another profile from the next start on."""
         await self._store(model_id=asked.model_id, profile_id=asked.profile_id)
@@ -412,7 +442,7 @@ class OwnService:
             if failure is None:
                 return "stopped", "it was ended from outside"
             self._tail = failure.log
-            self._failures = [*self._recent(), time.time()]
+            self._failures = [*self._recent(), *([time.time()] if failure.is_crash else [])]
             if failure.is_permanent or not self.auto_restart:
                 return "failed", failure.reason
             if len(self._failures) >= self._limits.crashes:
@@ -437,6 +467,8 @@ class OwnService:
         asked = self._running = self.asked
         if asked.refusal is not None:
             return Failure(reason=asked.refusal, is_permanent=True)
+        if (refusal := await asyncio.to_thread(taken, self.port)) is not None:
+            return Failure(reason=refusal, is_permanent=True, is_crash=False)
         loop = asyncio.get_running_loop()
         command = [*self._site.command, *asked.arguments, "--port", str(self.port)]
         child = Child(command, self.log, lambda: call_on(loop, self._stirred.set))
@@ -497,15 +529,19 @@ class OwnService:
             return None
         if health is not None:
             self._answered_s = now_s
-            if self.state == "ready":
-                self._tell(None)
+            if self._is_served:
+                self._enter_served("ready", None)
             self._take_health(health)
-        elif self.state == "ready":
+        elif self._is_served:
             silent_s = now_s - self._answered_s
             if silent_s > self._limits.silent_s:
                 return f"it gave no answer for {self._limits.silent_s:g} s"
             self._load = None
-            self._tell(f"it has not answered for {silent_s:.0f} s")
+            is_late = silent_s > self._limits.unresponsive_s
+            self._enter_served(
+                "unresponsive" if is_late else "ready",
+                f"it has not answered for {silent_s:.0f} s",
+            )
         if self.state == "loading":
             if health is not None and health.get("state") == "ready":
                 await self._become_ready(child)
@@ -517,11 +553,12 @@ class OwnService:
             await self._take_load(child)
         return None
 
-    def _tell(self, reason: str | None) -> None:
-        """Say something of the state that it is in."""
-        if reason != self.reason:
-            self.reason = reason
-            self._site.on_change()
+    def _enter_served(self, state: str, reason: str | None) -> None:
+        """Say whether a server that was ready answers."""
+        if (state, reason) != (self.state, self.reason):
+            self._enter(state, reason)
+        if state == "ready":
+            self._ready.set()
 
     def _take_health(self, health: Plain) -> None:
         match health.get("state"):

@@ -28,6 +28,7 @@ from console.supervise.units import LOOK_S as UNITS_S
 from console.supervise.units import Installed, Units, UnitService, find_units
 from console.testing.tests import Tests
 from engine.errors import ConfigError
+from server.settings import ServerSettings
 
 MAIN: Final = "main"
 """The service that there always is."""
@@ -36,7 +37,7 @@ COALESCE_S: Final = 0.2
 """Least seconds between two changes that a feed tells."""
 QUIET_S: Final = 2.0
 """Seconds after which a feed tells of the machine, whose samples are changes too."""
-_STARTING: Final = ("start", "restart", "switch", "set_context")
+_STARTING: Final = ("start", "restart", "switch", "set_context", "set_port")
 """Actions that start a server."""
 Work = Callable[[Job], Awaitable[None]]
 Given = Mapping[str, Any]
@@ -153,9 +154,11 @@ class Supervisor:
             find=self._list_units,
         )
         await self._refresh()
+        await _once(self._look_at_units)
         held = "a test runs" if await self._tasks.recover() else None
         for service in self._own.values():
             await service.resume(held)
+        await self._tasks.revive_held()
         self._discovery.start()
         looks = ((self._look, self._limits.look_s), (self._look_at_units, UNITS_S))
         self._looking = [asyncio.create_task(_repeat(*each)) for each in looks]
@@ -265,11 +268,11 @@ class Supervisor:
 
         Args:
             action: start, stop, restart, reset (service_id); switch (service_id, profile_id);
-                set_context (service_id, max_model_len); set_auto_restart (service_id,
-                auto_restart); download (model_id); delete (model_id, keep_files); test
-                (profile_id, num_requests, stop_service); ab (profile_a_id, profile_b_id,
-                num_requests, stop_service); sweep (model_id, num_requests, stop_service);
-                cancel_test (test_id).
+                set_context (service_id, max_model_len); set_port (service_id, port);
+                set_auto_restart (service_id, auto_restart); download (model_id); delete (model_id,
+                keep_files); test (profile_id, num_requests, stop_service); ab (profile_a_id,
+                profile_b_id, num_requests, stop_service); sweep (model_id, num_requests,
+                stop_service); cancel_test (test_id).
             **asked: arguments of the action.
 
         Raises:
@@ -294,8 +297,11 @@ class Supervisor:
         running = self._jobs.open_job(key)
         if running is not None and action == "stop" != running.action:
             await self._jobs.give_up(key)  # who stops does not wait for the end of a load
-        if (running := self._jobs.running(key, action, asked)) is not None:
-            return running
+        stopping = self._jobs.open_job(key)
+        if stopping is None or stopping.action != "stop" or action == "stop":
+            stopping = None
+            if (running := self._jobs.running(key, action, asked)) is not None:
+                return running
         work, named = await begin(service, asked)
         return self._jobs.begin(
             action,
@@ -304,6 +310,7 @@ class Supervisor:
             key=key,
             arguments={"service": service.name, **named},
             service_id=service.id,
+            behind=stopping,
         )
 
     async def wait(self, job: Job) -> Job:
@@ -320,6 +327,7 @@ class Supervisor:
             "reset": (service, self._reset),
             "switch": (service | {"profile_id": int}, self._switch),
             "set_context": (service | {"max_model_len": int}, self._set_context),
+            "set_port": (service | {"port": int}, self._set_port),
             "set_auto_restart": (service | {"auto_restart": bool}, self._set_auto_restart),
         }
 
@@ -374,6 +382,22 @@ class Supervisor:
         service = _own(served, "set_auto_restart", "which systemd starts again when it fails")
         is_on = asked["auto_restart"]
         return lambda _: service.set_auto_restart(is_on), {"auto_restart": is_on}
+
+    async def _set_port(self, served: Served, asked: Given) -> Begun:
+        service = _own(served, "set_port", "whose file has its port")
+        port = asked["port"]
+        try:
+            ServerSettings(port=port)
+        except ConfigError as error:
+            raise FieldError("port", str(error)) from error
+
+        async def work(job: Job) -> None:
+            was = service.port
+            await service.set_port(port)
+            if service.is_up and port != was:
+                await self._anew(job, service)
+
+        return work, {"port": port}
 
     async def _switch(self, served: Served, asked: Given) -> Begun:
         service = _own(served, "switch", "whose file names its profile")
@@ -462,11 +486,15 @@ class Supervisor:
 async def _repeat(look: Callable[[], Awaitable[None]], pause_s: float) -> None:
     """Look again and again; a look that fails is logged, and the next one comes."""
     while True:
-        try:
-            await look()
-        except Exception:
-            logger.exception("a look failed")
+        await _once(look)
         await asyncio.sleep(pause_s)
+
+
+async def _once(look: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await look()
+    except Exception:
+        logger.exception("a look failed")
 
 
 def _own(service: Served, action: str, why: str) -> OwnService:
@@ -485,7 +513,7 @@ def _own(service: Served, action: str, why: str) -> OwnService:
     raise FieldError(
         "service_id",
         f"{action}: expected a service that the console runs, got the unit {service.unit}, "
-        f"{why}. Change its profile and restart it, or install another unit with `tightfit service "
+        f"{why}. Change that and restart it, or install another unit with `tightfit service "
         "install`.",
     )
 

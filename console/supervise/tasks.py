@@ -8,16 +8,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from sqlalchemy import select, update
+
 from console.registry.checks import BusyError
 from console.registry.database import Database
 from console.registry.holdings import Holdings
 from console.registry.models import Models
 from console.registry.stale import interrupt_stale, is_alive
-from console.registry.tables import Model, Profile, TestRun
+from console.registry.tables import Model, Profile, Service, TestRun
 from console.service.systemd import ServiceError
 from console.service.units import PROGRAM
 from console.supervise.child import Child
-from console.supervise.jobs import Job, JobError, Jobs, call_on, in_thread
+from console.supervise.jobs import Job, JobCancelledError, JobError, Jobs, call_on, in_thread
 from console.supervise.log import Log, last_words
 from console.supervise.services import Limits, OwnService
 from console.supervise.units import UnitService
@@ -100,6 +102,23 @@ class Tasks:
             model = await asyncio.to_thread(self._row, Model, row.model_id, "model")
             self._queue(row.kind, {"test_id": test_id}, row, model.name, is_running=is_running)
         return is_held
+
+    async def revive_held(self) -> None:
+        """Start what an earlier console stopped for a test that has ended since."""
+        held = await asyncio.to_thread(self._held)
+        over = [each for each in self._services() if held.get(each.id, 0) not in {0, *self._open}]
+        await self._revive(over)
+
+    def _held(self) -> dict[int, int]:
+        """Return the tests for which services were stopped, by the service's id."""
+        chosen = select(Service).where(Service.held_by_test_id.is_not(None))
+        with self._database.read() as session:
+            return {row.id: row.held_by_test_id or 0 for row in session.scalars(chosen)}
+
+    def _hold(self, service_id: int, test_id: int | None) -> None:
+        with self._database.write() as session:
+            where = update(Service).where(Service.id == service_id)
+            session.execute(where.values(held_by_test_id=test_id))
 
     # Downloads and removals.
 
@@ -231,21 +250,40 @@ class Tasks:
             found = await in_thread(lambda: run(row.id, tell))
         finally:
             if asyncio.current_task().cancelling() == 0:  # type: ignore[union-attr]
-                left = await _revive(stopped)
+                left = await self._revive(stopped)
         if left:
             raise JobError(f"{found.status}, but not started again: {'; '.join(left)}")
+        if found.status == "cancelled":
+            raise JobCancelledError(found.reason or "a person ended it")
         if found.status not in _ENDED_WELL:
             raise JobError(found.reason or found.status)
 
     async def _end_served(self, row: TestRun, stopped: list[Served]) -> None:
         """Stop what is served, and note it; a test for which that is refused does not begin."""
-        for service in [each for each in self._services() if each.wanted == "running"]:
+        held = await asyncio.to_thread(self._held)
+        for service in self._services():
+            if service.wanted != "running" and held.get(service.id) != row.id:
+                continue
+            await asyncio.to_thread(self._hold, service.id, row.id)  # outlives this process
             try:
                 await service.end(f"test {row.id} runs")
             except ServiceError as error:
+                await asyncio.to_thread(self._hold, service.id, None)
                 await in_thread(lambda: self._tests.cancel(row.id))
                 raise JobError(f"{service.name} was not stopped: {error}") from error
             stopped.append(service)
+
+    async def _revive(self, services: Sequence[Served]) -> list[str]:
+        """Start services again; return why some were not."""
+        left = []
+        for service in services:
+            try:
+                await service.revive()
+            except ServiceError as error:
+                logger.warning("%s was not started again: %s", service.name, error)
+                left.append(f"{service.name}: {error}")
+            await asyncio.to_thread(self._hold, service.id, None)
+        return left
 
     async def _cancel(self, action: str, asked: Given) -> Job:
         row = await asyncio.to_thread(self._row, TestRun, asked["test_id"], "test")
@@ -263,18 +301,6 @@ class Tasks:
         if row is None:
             raise LookupError(f"{name}: expected the id of one that there is, got {row_id}.")
         return row
-
-
-async def _revive(services: Sequence[Served]) -> list[str]:
-    """Start services again; return why some were not."""
-    left = []
-    for service in services:
-        try:
-            await service.revive()
-        except ServiceError as error:
-            logger.warning("%s was not started again: %s", service.name, error)
-            left.append(f"{service.name}: {error}")
-    return left
 
 
 def _key(row: Model) -> str:

@@ -37,6 +37,18 @@ def checkpoint_identity(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def copy_folder(copies: Path, checkpoint: Path) -> Path:
+    """Return the folder of a checkpoint's copy in codes.
+
+    Args:
+        copies: Holds those of all checkpoints.
+        checkpoint: The folder of its files.
+    """
+    whole = checkpoint.resolve()
+    digest = hashlib.blake2b(str(whole).encode(), digest_size=6).hexdigest()
+    return copies / f"{whole.name}-{digest}"
+
+
 def read_unpackable(facts_folder: str | None, checkpoint: str | None) -> dict[str, str]:
     """Return why tensors of a checkpoint cannot be kept in codes, by name, as a load found.
 

@@ -52,18 +52,6 @@ class BusyError(EngineError):
     """Another process writes the copy of the same checkpoint."""
 
 
-def copy_folder(copies: Path, checkpoint: Path) -> Path:
-    """Return the folder of a checkpoint's copy.
-
-    Args:
-        copies: Holds those of all checkpoints.
-        checkpoint: The folder of its files.
-    """
-    whole = checkpoint.resolve()
-    digest = hashlib.blake2b(str(whole).encode(), digest_size=6).hexdigest()
-    return copies / f"{whole.name}-{digest}"
-
-
 def source_identity(checkpoint: Path) -> str:
     """Return a hash that tells whether a checkpoint's safetensors files are as they were.
 

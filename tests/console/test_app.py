@@ -156,6 +156,12 @@ def client(whole: TestClient, scripted: Scripted) -> TestClient:
             {"max_model_len": 4096},
             ("set_context", {"service_id": 3, "max_model_len": 4096}),
         ),
+        (
+            "PATCH",
+            "/api/services/3",
+            {"port": 8001},
+            ("set_port", {"service_id": 3, "port": 8001}),
+        ),
         ("POST", "/api/models/1/download", {}, ("download", {"model_id": 1})),
         (
             "DELETE",

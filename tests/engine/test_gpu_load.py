@@ -17,9 +17,9 @@ from engine.asked.offload import OffloadWarning
 from engine.device import cuda
 from engine.device.cuda import CUDADevice, probe_pinning
 from engine.errors import CapacityError, PinningError
+from engine.model.facts import copy_folder
 from engine.pack import pack_checkpoint
 from engine.weights import reader
-from engine.weights.kept import copy_folder
 from tests.engine.conftest import TinyModels
 from tests.engine.smaps import anonymous_bytes, mapped, present_bytes
 from tests.tiny import greedy, make_config, make_prompt, open_llm

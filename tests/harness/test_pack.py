@@ -14,7 +14,8 @@ from catalogue.files import kept_folder
 from engine.asked.config import EngineSettings
 from engine.device.cpu import CPUDevice
 from engine.errors import ConfigError
-from engine.weights.kept import alone, copy_folder
+from engine.model.facts import copy_folder
+from engine.weights.kept import alone
 from harness import pack as command
 from harness.config.engine import check_settings, engine_config, reference_config
 from harness.config.schema import ModelNode, SystemConfig

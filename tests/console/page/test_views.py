@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from console.registry.tables import TestRun
 from tests.console.page.snapshots import GIB, HOSTILE, bare
 
 
@@ -107,6 +108,17 @@ def test_buttons_are_held_in_transitions(client, scripted):
     held = buttons()
     assert not held["Start"]
     assert held["Stop"]
+    job = {"id": 9, "service_id": 1, "action": "stop", "arguments": {}, "state": "running"}
+    job |= {"phase": None, "reason": None, "created_s": time.time(), "ended_s": None}
+    scripted.told["services"][0] |= {"state": "stopping"}
+    scripted.told["jobs"] = [job]
+    held = buttons()
+    assert not held["Start"]  # it comes behind the stop
+    assert held["Stop"]
+    scripted.told["jobs"] = [job, job | {"id": 10, "action": "start", "state": "queued"}]
+    held = buttons()
+    assert held["Start"]
+    assert not held["Stop"]
 
 
 def test_what_failed_tells_why(client):
@@ -136,6 +148,22 @@ def test_a_comparison_has_intervals_and_tokens(client):
         "unknown",
     ):
         assert part in text
+
+
+def test_a_sweep_is_asked_for_and_has_a_row_for_each_profile(client, database):
+    text = client.get("/tests?model=1").text
+    assert '<form class="fields" data-send="/api/sweep"' in text
+    assert '<option value="1" selected>llama31_8b, 2 profiles</option>' in text
+    rate = "throughput/output_tok_s"
+    with database.write() as session:
+        metrics = {"default": {rate: 10.0, "latency/ttft_ms": 5.0}, "uva4": {rate: 12.5}}
+        session.add(TestRun(id=3, model_id=1, kind="sweep", status="finished", metrics=metrics))
+    assert "fastest of 2: uva4, 12.5 tok/s" in client.get("/tests").text
+    rows = re.findall(
+        r'<td class="text">(default|uva4)</td>(.*?)</tr>', client.get("/tests/3").text
+    )
+    found = {name: re.findall(r">([^<]+)</td>", cells) for name, cells in rows}
+    assert found == {"default": ["10.0", "5.00"], "uva4": ["12.5", "unknown"]}
 
 
 def test_runs_of_a_home_without_any(client):

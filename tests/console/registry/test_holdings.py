@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from catalogue.checkpoint import ModelUnavailableError
+from catalogue.checkpoint import ModelUnavailableError, freed_bytes
+from catalogue.files import kept_folder
+from console.page.models import removal_of
 from console.registry import holdings
 from console.registry.checks import BusyError, FieldError
 from console.registry.database import Database
@@ -15,6 +17,7 @@ from console.registry.models import Models, profile_of
 from console.registry.results import Results
 from console.registry.stale import own_process
 from console.registry.tables import Model, Service
+from engine.model.facts import copy_folder
 from tests.console.registry.conftest import checkpoint, measured
 from tests.console.registry.gguf_file import write
 
@@ -127,6 +130,26 @@ def test_a_removal_says_what_goes_and_frees_it(
     assert models.list() == []
     assert results.runs() == []
     assert add(models, "glass").id == row.id + 1  # an id is never given again
+
+
+@pytest.mark.parametrize("keep_files", [False, True])
+def test_a_copy_in_codes_goes_with_its_model(
+    models: Models, disk: Holdings, home: Path, *, keep_files: bool
+) -> None:
+    folder = checkpoint(home / "models" / "mine")
+    row = add(models, folder)
+    copy, another = (copy_folder(kept_folder(), each) for each in (folder, home / "other"))
+    for each in (copy, another):
+        each.mkdir(parents=True)
+        (each / "0.safetensors").write_bytes(bytes(1024))
+    found = disk.removal("mine", keep_files=keep_files)
+    assert (found.copy, found.copy_bytes) == (copy, 1024)
+    assert found.num_bytes == 1024 + (0 if keep_files else freed_bytes(folder))
+    told = removal_of(row, found)
+    assert any(f"its copy in lossless codes, {copy}, 1.00 KiB" in line for line in told["lines"])
+    assert "frees" in told["answer"]
+    assert disk.remove("mine", keep_files=keep_files) == found
+    assert (copy.exists(), another.exists(), folder.exists()) == (False, True, keep_files)
 
 
 def test_files_of_the_user_s_stay(

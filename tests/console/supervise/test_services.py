@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_a_load_is_stopped_where_it_stands(words: str, database: Database, home:
             stop = await supervisor.submit("stop", service_id=1)
             assert await supervisor.submit("stop", service_id=1) is stop
             await supervisor.wait(stop)
-            assert (start.state, start.reason) == ("failed", "it was given up for another job")
+            assert (start.state, start.reason) == ("cancelled", "it was given up for another job")
             assert (stop.state, main_of(supervisor)["state"]) == ("done", "stopped")
             assert not psutil.pid_exists(pid)
 
@@ -194,17 +195,101 @@ def test_a_server_that_fails_after_it_was_ready_is_started_again(
 
 def test_a_server_that_falls_silent_is_not_shown_as_well(database: Database, home: Path) -> None:
     async def run() -> None:
+        now_s = [0.0]
         profile = add_model(database, "plain")
-        async with supervising(database, home, answer_s=0.3) as supervisor:
+        silences = {"answer_s": 0.3, "silent_s": 60.0}
+        async with supervising(database, home, clock=lambda: now_s[0], **silences) as supervisor:
             await serve(supervisor, profile)
-            await until(lambda: main_of(supervisor)["load"])
-            pid = main_of(supervisor)["pid"]
+            found = await until(lambda: (x := main_of(supervisor))["load"] and x)
+            holds, pid = found["effective"], found["pid"]
             os.kill(pid, signal.SIGSTOP)
             silent = await until(lambda: (x := main_of(supervisor))["reason"] and x)
-            assert re.fullmatch(r"it has not answered for \d+ s", silent["reason"])
+            assert silent["reason"] == "it has not answered for 0 s"
             assert (silent["state"], silent["load"]) == ("ready", None)
+            now_s[0] += 11.0
+            silent = await until(lambda: (x := main_of(supervisor))["state"] != "ready" and x)
+            assert (silent["state"], silent["load"]) == ("unresponsive", None)
+            assert re.fullmatch(r"it has not answered for 1\d s", silent["reason"])
+            assert (silent["effective"], supervisor.base_url(1)) == (holds, None)
             os.kill(pid, signal.SIGCONT)
-            await until(lambda: (x := main_of(supervisor))["reason"] is None and x["load"])
+            found = await until(lambda: (x := main_of(supervisor))["load"] and x)
+            assert (found["state"], found["reason"], found["pid"]) == ("ready", None, pid)
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: main_of(supervisor)["reason"])
+            now_s[0] += 61.0
+            await until(lambda: main_of(supervisor)["pid"] not in {None, pid})
+            assert len(main_of(supervisor)["failures"]) == 1
+
+    asyncio.run(run())
+
+
+def test_a_port_that_is_taken_is_refused_with_who_has_it(database: Database, home: Path) -> None:
+    async def run() -> None:
+        profile = add_model(database, "plain")
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            set_row(database, port=port)
+            async with supervising(database, home) as supervisor:
+                job = await serve(supervisor, profile)
+                found = main_of(supervisor)
+                assert job.state == found["state"] == "failed"
+                assert (found["failures"], found["is_crash_loop"]) == ([], False)
+                assert job.reason == found["reason"]
+                assert str(job.reason).startswith(
+                    f"port: expected a free one, got {port}, which process {os.getpid()} ("
+                )
+                assert str(job.reason).endswith(" End that, or choose another port.")
+                with pytest.raises(FieldError, match=r"port: expected .* 65535, got 70000"):
+                    await supervisor.submit("set_port", service_id=1, port=70000)
+                moved = await supervisor.submit("set_port", service_id=1, port=0)
+                assert (await supervisor.wait(moved)).state == "done"
+                assert service_row(database).port == main_of(supervisor)["port"] == 0
+                started = await supervisor.submit("start", service_id=1)
+                assert (await supervisor.wait(started)).state == "done"
+
+    asyncio.run(run())
+
+
+def test_a_server_that_runs_moves_to_another_port(database: Database, home: Path) -> None:
+    async def run() -> None:
+        profile = add_model(database, "plain")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        async with supervising(database, home) as supervisor:
+            await serve(supervisor, profile)
+            moved = await supervisor.submit("set_port", service_id=1, port=port)
+            await supervisor.wait(moved)
+            assert (moved.state, moved.arguments) == ("done", {"service": "main", "port": port})
+            assert supervisor.base_url(1) == f"http://127.0.0.1:{port}"
+
+    asyncio.run(run())
+
+
+def test_a_start_right_behind_a_stop_waits_for_it(database: Database, home: Path) -> None:
+    async def run() -> None:
+        profile = add_model(database, "deaf")
+        async with supervising(database, home, stop_s=0.5) as supervisor:
+            await serve(supervisor, profile)
+            pid = main_of(supervisor)["pid"]
+            stop = await supervisor.submit("stop", service_id=1)
+            start = await supervisor.submit("start", service_id=1)
+            assert (stop.is_open, start.state) == (True, "queued")
+            assert await supervisor.submit("start", service_id=1) is start
+            with pytest.raises(BusyError, match="expected service main without a job, got start"):
+                await supervisor.submit("restart", service_id=1)
+            await supervisor.wait(start)
+            assert (stop.state, start.state) == ("done", "done")
+            found = main_of(supervisor)
+            assert (found["state"], found["wanted"], found["pid"] == pid) == (
+                "ready",
+                "running",
+                False,
+            )
+            stop = await supervisor.submit("stop", service_id=1)
+            start = await supervisor.submit("start", service_id=1)
+            assert await supervisor.submit("stop", service_id=1) is stop  # the start is given up
+            await supervisor.wait(stop)
+            assert (start.state, main_of(supervisor)["state"]) == ("cancelled", "stopped")
 
     asyncio.run(run())
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
+from sqlalchemy import select
 
 from console.registry.checks import BusyError
 from console.registry.database import Database
-from console.registry.tables import Model, Profile, TestRun
+from console.registry.tables import Model, Profile, Service, TestRun
 from console.testing.tests import Tests
 from tests.console.registry.conftest import checkpoint
 from tests.console.supervise.conftest import add_model, main_of, serve, supervising, until
@@ -42,6 +43,11 @@ def more(database: Database, home: Path, monkeypatch: pytest.MonkeyPatch) -> Map
 def row_of(database: Database, table: Any, row_id: int) -> Any:
     with database.read() as session:
         return session.get(table, row_id)
+
+
+def held_of(database: Database) -> list[int | None]:
+    with database.read() as session:
+        return list(session.scalars(select(Service.held_by_test_id)))
 
 
 def model_of(database: Database, profile_id: int) -> Any:
@@ -81,7 +87,7 @@ def test_a_test_stops_what_is_served_and_starts_it_again(
             await supervisor.wait(await supervisor.submit("cancel_test", test_id=2))
             await supervisor.wait(await supervisor.submit("cancel_test", test_id=1))
             await supervisor.wait(job)
-            assert (job.state, row_of(database, TestRun, 1).status) == ("failed", "cancelled")
+            assert (job.state, row_of(database, TestRun, 1).status) == ("cancelled", "cancelled")
             await supervisor.wait(second)
             assert row_of(database, TestRun, 2).status == "cancelled"
             again = await until(
@@ -142,6 +148,38 @@ def test_a_test_goes_on_without_a_console_and_the_next_one_follows_it(
             psutil.Process(test.pid).terminate()
             await until(lambda: main_of(supervisor)["state"] == "ready")
             assert row_of(database, TestRun, 1).status == "interrupted"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ends", ["with nobody", "with the next console"])
+def test_a_unit_is_started_again_by_the_console_behind_the_one_that_stopped_it(
+    database: Database, home: Path, more: Mapping[str, Any], stand_in: StandIn, ends: str
+) -> None:
+    async def run() -> None:
+        stand_in.plays(records={".": record()}, waits=True)
+        systemd, profile = Systemctl(), add_model(database, "deaf", path=checkpoint(home / "deaf"))
+        units = {"run_systemctl": systemd, "list_units": lambda: [installed(port=0)]}
+        systemd.active = "active"
+        async with supervising(database, home, more={**more, **units}) as supervisor:
+            job = await supervisor.submit("test", profile_id=profile, **SIZES)
+            await until(lambda: job.phase == "throughput, 3 of 8 requests")
+            assert systemd.active == "inactive"
+        process = psutil.Process(row_of(database, TestRun, 1).pid)
+        if ends == "with nobody":
+            process.terminate()
+            await until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+        async with supervising(database, home, more={**more, **units}) as supervisor:
+            if ends == "with the next console":
+                await until(lambda: supervisor.snapshot()["jobs"][0]["phase"])
+                assert systemd.active == "inactive"
+                process.terminate()
+            await until(lambda: systemd.active == "active")
+            await until(lambda: held_of(database) == [None, None])
+        assert row_of(database, TestRun, 1).status == "interrupted"
+        systemd.active = "inactive"
+        async with supervising(database, home, more={**more, **units}) as supervisor:
+            assert unit_of(supervisor)["state"] == "stopped"  # by a person: it stays so
 
     asyncio.run(run())
 

@@ -20,11 +20,11 @@ from engine import LLM
 from engine.asked.offload import OffloadWarning
 from engine.errors import ConfigError
 from engine.model.checkpoint import CHECKED_BYTES
-from engine.model.facts import write_unpackable
+from engine.model.facts import copy_folder, write_unpackable
 from engine.pack import PackedCheckpoint, pack_checkpoint
 from engine.plan.sizes import PIECE_BYTES
 from engine.weights import kept, reader
-from engine.weights.kept import BusyError, KeptCopy, alone, copy_folder, source_identity
+from engine.weights.kept import BusyError, KeptCopy, alone, source_identity
 from kernels.arguments import Codes
 from kernels.ops import codes
 from tests.slow import slow
