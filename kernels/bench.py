@@ -10,6 +10,8 @@ pinned host memory in place. Operators are timed beside their PyTorch twin, run 
   compared bit by bit with those of one tier, and the exit code is 1 where they differ.
 - tier_cost: what a host tier costs where every block is on the GPU.
 - gather: one layer of host blocks into a buffer and back, by programs.
+- experts: claims of experts of which none is missing, and copies of missing ones from pinned memory
+  by programs, of a model with 128 experts of 2048 times 768.
 - linear_codes, linear_silu_mul_codes: products with weights in codes over the same with plain ones;
   restore, pack: such weights as a whole. Bytes are those that are stored; results are compared bit
   by bit, and the exit code is 1 where they differ.
@@ -34,18 +36,23 @@ from kernels.arguments import (
     AttentionCall,
     Codes,
     DecodeWorkspace,
+    ExpertArrays,
+    ExpertCache,
     HostCache,
     PrefillPart,
     decode_workspace,
     empty_codes,
+    expert_cache,
     prefill_state,
     prefill_workspace,
 )
 from kernels.ops import attention, codes, kv, linear, norm
+from kernels.ops import expert_cache as expert_ops
 from kernels.ref import attention as ref_attention
 from kernels.ref import kv as ref_kv
 from kernels.ref import linear as ref_linear
 from kernels.ref import norm as ref_norm
+from kernels.sizes import expert_cache_bytes
 
 HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
@@ -576,6 +583,52 @@ def _gather(device: torch.device) -> Iterator[Case]:
             )
 
 
+_EXPERTS, _EXPERT_SLOTS, _ROUTED = 128, 42, 8
+_EXPERT_BYTES: Final = {
+    "bfloat16": (2 * 2048 * 768 * 2, 2048 * 768 * 2),
+    "4 bits": (2 * 2048 * 768 // 2, 2 * 768 * 16 * 2, 2 * 768 * 16, 2048 * 768 // 2, 2048 * 6 * 3),
+}
+"""Bytes of one expert in each array."""
+
+
+def _experts(device: torch.device) -> Iterator[Case]:
+    from kernels.triton.expert_cache import gather  # noqa: PLC0415  needs Triton
+
+    def empty_cache() -> ExpertCache:
+        size = expert_cache_bytes(_EXPERTS, _EXPERT_SLOTS)
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return expert_cache(_EXPERTS, _EXPERT_SLOTS, memory)
+
+    for num_tokens in (1, 4):
+        ids = torch.arange(_ROUTED * num_tokens, dtype=torch.int32, device=device)
+        run = partial(expert_ops.claim, ids.view(num_tokens, _ROUTED), 0, empty_cache())
+        yield Case(f"claim, {num_tokens} tokens", run, ids.nbytes)
+    caches = [empty_cache() for _ in range(_EXPERTS // _ROUTED)]
+    for kind, sizes in _EXPERT_BYTES.items():
+        host = [host_tensor((_EXPERTS, size), torch.uint8) for size in sizes]
+        bank = [torch.zeros((_EXPERT_SLOTS, n), dtype=torch.uint8, device=device) for n in sizes]
+        arrays = ExpertArrays.of(host, bank)
+
+        def copy(programs: int, arrays: ExpertArrays = arrays) -> None:
+            for cache in caches:
+                gather(arrays, cache, num_programs=programs)
+
+        for missing in (1, 2, 8):
+            for at, cache in enumerate(caches):  # each call copies others: none is in a cache
+                experts = torch.arange(missing) + _ROUTED * at
+                pairs = torch.stack([experts, torch.arange(missing) * 5], 1)
+                cache.missing[:missing] = pairs.to(cache.missing)
+                cache.num_missing.fill_(missing)
+            for programs in (32, 64, 128):
+                yield Case(
+                    f"{missing} experts, {kind}, {programs} programs",
+                    partial(copy, programs),
+                    missing * sum(sizes),
+                    kind="in place",
+                    num_layers=len(caches),
+                )
+
+
 _CODES_TOKENS: Final = (1, 16, 32, 64)
 _CODES_SIZES: Final = ((4096, 6144), (4096, 4096), (14336, 4096), (4096, 28672))
 """Inputs and rows of weights in codes."""
@@ -676,6 +729,7 @@ CASES: Final[Mapping[str, Callable[[torch.device], Iterator[Case]]]] = {
     "tiered": _tiered,
     "tier_cost": _tier_cost,
     "gather": _gather,
+    "experts": _experts,
     "linear_codes": partial(_code_products, "linear", _CODES_SIZES[:3]),
     "linear_silu_mul_codes": partial(_code_products, "linear_silu_mul", _CODES_SIZES[3:]),
     "restore": _restore,

@@ -190,3 +190,25 @@ def pack_scratch_bytes(num_rows: int, num_columns: int) -> int:
 def _pack_row_bytes(num_columns: int) -> int:
     """Bytes beside a row while it is packed: a count of exponents, and of each weight its bits."""
     return 12 * num_columns + 5 * 1024
+
+
+def num_expert_parts(num_ids: int, num_experts: int, num_slots: int) -> int:
+    """Return how many parts a step runs in, each with room in the slots for all its experts.
+
+    Args:
+        num_ids: experts of all its tokens, at least 1; at most so many differ.
+        num_experts: of a layer.
+        num_slots: of its bank, at least 1.
+    """
+    return -(-min(num_ids, num_experts) // num_slots)
+
+
+def expert_cache_bytes(num_experts: int, num_slots: int) -> int:
+    """Return the bytes that kernels.arguments.expert_cache takes for the same arguments.
+
+    Args:
+        num_experts: of a layer.
+        num_slots: of its bank.
+    """
+    longs, ints = 3 + num_slots + 2 * num_experts, 1 + 3 * num_slots + num_experts
+    return 8 * (longs + -(-ints // 2))

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 import kernels.ops
-from kernels.arguments import AttentionCall, Codes, Joined, PrefillPart, Quantised
+from kernels.arguments import (
+    AttentionCall,
+    Codes,
+    ExpertArrays,
+    ExpertCache,
+    Joined,
+    PrefillPart,
+    Quantised,
+)
 
 MODULES = sorted(
     module.name for module in pkgutil.iter_modules(kernels.ops.__path__) if module.name != "checks"
@@ -36,11 +44,14 @@ OPERATORS = sorted(DOORS)
 STORED = ("codes", "quantised")
 """Modules of operators over weights that are restored; they have the names of those over plain ones
 and one file of tests."""
+RECORDS = (AttentionCall, Codes, ExpertArrays, ExpertCache, Joined, PrefillPart, Quantised)
+TOGETHER = (*STORED, "expert_cache")
+"""Modules with one file of tests."""
 PLAIN = [name for name in OPERATORS if name.split(".")[0] not in STORED]
 
 
 def test_every_operator_is_found_once():
-    assert MODULES == ["attention", "codes", "kv", "linear", "norm", "quantised"]
+    assert MODULES == ["attention", "codes", "expert_cache", "kv", "linear", "norm", "quantised"]
     assert len(OPERATORS) >= 21
     assert len({name.split(".")[1] for name in PLAIN}) == len(PLAIN)
 
@@ -67,14 +78,14 @@ def test_every_twin_has_an_operator(module):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator_has_a_test_file_and_argument_docs(name):
     module, short = name.split(".")
-    file = module if module in STORED else short.rstrip("_")
+    file = module if module in TOGETHER else short.rstrip("_")
     assert (Path(__file__).parent / f"test_{file}.py").is_file()
     documented = inspect.getdoc(DOORS[name])
     for parameter in inspect.signature(DOORS[name]).parameters:
         assert f"\n    {parameter}: " in documented
 
 
-@pytest.mark.parametrize("record", [AttentionCall, Codes, Joined, PrefillPart, Quantised])
+@pytest.mark.parametrize("record", RECORDS)
 def test_a_record_of_arguments_documents_its_fields(record):
     documented = inspect.getdoc(record)
     for name in record.__dataclass_fields__:
