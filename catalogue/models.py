@@ -1,5 +1,6 @@
 """The catalogue's door: names -> models, their state on this machine, their sizes, their folder."""
 
+import functools
 import logging
 import shutil
 import typing
@@ -56,6 +57,16 @@ def names(config_dir: Path | None = None) -> list[str]:
     return sorted(name for name, path in _files(config_dir).items() if _is_model(_read(path)))
 
 
+def entries(config_dir: Path | None = None) -> list[Model]:
+    """Return the models of the catalogue that say where their weights are, by name.
+
+    Raises:
+        ConfigError: a file is unusable.
+    """
+    read = ((name, path, _read(path)) for name, path in sorted(_files(config_dir).items()))
+    return [_to_model(name, path, content) for name, path, content in read if _is_model(content)]
+
+
 def find(model: str, config_dir: Path | None = None) -> Model:
     """Return a model by a folder's path, a name of the catalogue, or a hub's OWNER/NAME.
 
@@ -79,11 +90,12 @@ def named(model: str, config_dir: Path | None = None) -> Model:
     """
     files = _files(config_dir)
     if model in files:
-        return _to_model(model, files[model])
+        return _to_model(model, files[model], _read(files[model]))
     if is_hub_id(model):
         for name, path in files.items():
-            if str(_source(_read(path)).get("repo")).lower() == model.lower():
-                return _to_model(name, path)
+            content = _read(path)
+            if str(_source(content).get("repo")).lower() == model.lower():
+                return _to_model(name, path, content)
         source = ModelSource(kind="hub", repo=model, revision="main")
         return Model(name=_short(model.partition("/")[2]), source=source)
     if Path(model).is_absolute():
@@ -274,15 +286,20 @@ def _files(config_dir: Path | None) -> dict[str, Path]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a model's file, its text settings as they are written."""
-    texts = {name for name, hint in key_types(Model) if without_null(hint) is str}
     try:
-        text = quote_texts(path.read_text(encoding="utf-8"), texts.__contains__)
+        text = quote_texts(path.read_text(encoding="utf-8"), _texts().__contains__)
         content = load_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: expected YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, got {content!r}.")
     return content
+
+
+@functools.cache
+def _texts() -> frozenset[str]:
+    """Return the settings of a model that are texts."""
+    return frozenset(name for name, hint in key_types(Model) if without_null(hint) is str)
 
 
 def _source(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -296,8 +313,7 @@ def _is_model(content: Mapping[str, Any]) -> bool:
     return is_folder or _source(content).get("kind") in {"hub", "package"}
 
 
-def _to_model(name: str, path: Path) -> Model:
-    content = _read(path)
+def _to_model(name: str, path: Path, content: Mapping[str, Any]) -> Model:
     if not _is_model(content):
         raise ConfigError(
             f"model {name}: expected a model with a source, got {path}, which says of no weights "

@@ -262,7 +262,8 @@ def from_plain(kind: type, content: Mapping[str, Any], name: str = "") -> Any:
     Raises:
         ConfigError: An unknown key, named below `name`, or a value that the class refuses.
     """
-    known = {found.path: found for found in settings(kind) if "." not in found.path}
+    hints = _hints(kind)
+    known = {item.name: Setting(item.name, hints[item.name], kind, item) for item in fields(kind)}
     prefix = f"{name}." if name else ""
     values = dict(content)
     for key, value in content.items():

@@ -12,7 +12,7 @@ from typing import Final
 from catalogue.checkpoint import ModelUnavailableError
 from catalogue.entry import Model
 from catalogue.files import kept_folder, tightfit_home
-from catalogue.models import describe, fetch, find, names, remove, state
+from catalogue.models import describe, entries, fetch, find, remove, state
 from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
 from engine.errors import ConfigError, EngineError
 from engine.sealed import GIB
@@ -88,13 +88,12 @@ _NAME: Final = "a name of `list`, or a hub's OWNER/NAME"
 def _table(config_dir: Path | None) -> list[str]:
     """Return a line for each model of the catalogue."""
     rows = [("model", "here", "GiB on disk", "billion weights", "source")]
-    for name in names(config_dir):
-        model = find(name, config_dir)
+    for model in entries(config_dir):
         found = state(model)
         size = f"{found.num_bytes / GIB:.2f}" if found.num_bytes else "-"
         spec = model.spec
         weights = "-" if spec is None else f"{spec.num_parameters / 1e9:.2f}"
-        rows.append((name, found.kind, size, weights, _source(model)))
+        rows.append((model.name, found.kind, size, weights, _source(model)))
     return columns(rows, left={0, 1, 4})
 
 

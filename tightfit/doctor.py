@@ -362,9 +362,9 @@ def _write_error(folder: Path) -> str:
 
 
 def _models() -> tuple[tuple[str, ...], int]:
-    from catalogue.models import find, names, state  # noqa: PLC0415  when it runs
+    from catalogue.models import entries, state  # noqa: PLC0415  when it runs
 
-    found = {name: state(find(name)) for name in names()}
+    found = {model.name: state(model) for model in entries()}
     here = {name: each.num_bytes for name, each in found.items() if each.kind == "present"}
     return tuple(here), sum(here.values())
 

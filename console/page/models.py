@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from catalogue.models import find, names, state
+from catalogue.models import entries, state
 from console.page import texts
 from console.page.texts import KINDS, UNKNOWN
 from console.registry.holdings import Removal
@@ -217,7 +217,7 @@ def catalogue_rows() -> list[dict[str, str]]:
             "source": entry.source.repo or entry.source.package or entry.path or "made up",
         }
         | {"state": STATES[state(entry).kind]}
-        for entry in map(find, names())
+        for entry in entries()
     ]
 
 

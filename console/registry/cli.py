@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from catalogue.checkpoint import ModelUnavailableError, freed_bytes
 from catalogue.entry import Model as Entry
 from catalogue.files import kept_folder, tightfit_home
-from catalogue.models import describe, fetch, find, kept_copy, names, own_folder, remove, state
+from catalogue.models import describe, entries, fetch, find, kept_copy, own_folder, remove, state
 from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
+from console.registry.listing import read_models
 from engine.errors import ConfigError, EngineError
 from engine.sealed import GIB
 from server.flags import add_engine_flags, as_flags, engine_names
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
     verb, *rest = arguments or [""]
     if verb in elsewhere:
         return elsewhere[verb](rest)
-    chosen = _parser().parse_args(arguments)
+    chosen = _parser(verb).parse_args(arguments)
     try:
         for answer in _CARRY_OUT[chosen.verb](chosen):
             show([json.dumps(answer.plain, indent=1)] if chosen.json else answer.lines)
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
     return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(asked: str) -> argparse.ArgumentParser:
+    """Return what reads the arguments of a verb; the engine's flags are made for that alone."""
     parser = argparse.ArgumentParser(
         prog="tightfit models", description="Look after models: files, settings, results."
     )
@@ -110,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--as-is", action="store_true", help="propose nothing")
     for each in (add, change):
         each.add_argument("--profile", metavar="NAME", help="of the settings (default)")
-        add_engine_flags(each)
+    if asked in {"add", "set"}:
+        add_engine_flags(made[asked])
     change.add_argument("--unset", nargs="+", metavar="X", default=[], help="settings to remove")
     change.add_argument("--default", action="store_true", help="use it where none is named")
     change.add_argument("--propose", action="store_true", help="have open settings proposed")
@@ -146,51 +149,47 @@ def _added(name: str) -> "tuple[Registry, Model] | None":
 
 
 def _list(chosen: argparse.Namespace) -> Iterator[Answer]:
-    registry = _registry()
-    rows = [] if registry is None else registry.models.list()
-    rates = {} if registry is None else _rates(registry)
-    known = {row.source for row in rows}
-    entries = [find(name, chosen.config_dir) for name in names(chosen.config_dir)]
-    others = [entry for entry in entries if entry.name not in known]
+    rows = _rows()
+    known = {row["source"] for row in rows}
+    others = [entry for entry in entries(chosen.config_dir) if entry.name not in known]
     if not chosen.json:
-        yield Answer([*_table(rows, rates), *[""][: len(rows)], *_catalogue_table(others)], None)
+        yield Answer([*_table(rows), *[""][: len(rows)], *_catalogue_table(others)], None)
         return
-    plain = [_plain(row) | {"output_tok_s": rates.get(row.id)} for row in rows]
-    for row in plain:
+    for row in rows:
         del row["spec"]  # `show` has it
-    yield Answer([], {"models": plain, "catalogue": [_plain_entry(entry) for entry in others]})
+    yield Answer([], {"models": rows, "catalogue": [_plain_entry(entry) for entry in others]})
 
 
-def _rates(registry: "Registry") -> dict[int, float]:
-    """Return the last measured throughput of each model, by its id."""
-    found = {}
-    for model_id, rows in registry.results.latest().items():
-        last = max(
-            (row for row in rows if row.part == "throughput"), key=lambda row: row.id, default=None
-        )
-        rate = None if last is None else last.metrics.get("throughput/output_tok_s")
-        if rate is not None:
-            found[model_id] = float(rate)
-    return found
+def _rows() -> list[dict[str, Any]]:
+    """Return the models that were added; none where there is no registry yet."""
+    path = tightfit_home() / "registry.db"
+    if not path.exists():
+        return []
+    if (rows := read_models(path)) is None:
+        _opened().database.close()
+        rows = read_models(path)
+    assert rows is not None
+    return rows
 
 
-def _table(rows: "Sequence[Model]", rates: Mapping[int, float]) -> list[str]:
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line for each model that was added."""
     if not rows:
         return []
     head = ("added", "state", "GiB", "billion weights", "tok/s", "default profile", "source")
     found = [head]
     for row in rows:
-        rate = rates.get(row.id)
+        rate, count = row["output_tok_s"], row["num_parameters"]
+        default = (_words(each["settings"]) for each in row["profiles"] if each["is_default"])
         found.append(
             (
-                row.name,
-                row.state,
-                _gib(row.weights_bytes),
-                "-" if row.num_parameters is None else f"{row.num_parameters / 1e9:.2f}",
+                row["name"],
+                row["state"],
+                _gib(row["weights_bytes"]),
+                "-" if count is None else f"{count / 1e9:.2f}",
                 "-" if rate is None else f"{rate:.1f}",
-                next((_words(each.settings) for each in row.profiles if each.is_default), ""),
-                row.source,
+                next(default, ""),
+                row["source"],
             )
         )
     return columns(found, left={0, 1, 5, 6})
@@ -228,12 +227,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(row: "Model") -> dict[str, Any]:
-    profiles = [_plain_profile(profile) for profile in row.profiles]
-    return row.to_dict() | {"profiles": profiles}
-
-
-def _plain_profile(profile: "Profile") -> dict[str, Any]:
-    return profile.to_dict()
+    return row.to_dict() | {"profiles": [profile.to_dict() for profile in row.profiles]}
 
 
 def _plain_entry(entry: Entry) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from catalogue.files import tightfit_home
-from console.registry.tables import REVISION
+from console.registry.listing import REVISION
 from engine.errors import ConfigError, EngineError
 
 MIGRATIONS: Final = Path(__file__).resolve().parent / "migrations"

@@ -6,8 +6,6 @@ from typing import Any, Final
 from sqlalchemy import JSON, ForeignKey, Index, MetaData, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-REVISION: Final = "0003"
-"""The last migration, which makes these tables."""
 MODEL_KINDS: Final = ("package", "hub", "folder", "gguf")
 MODEL_STATES: Final = ("missing", "downloading", "untested", "testing", "ready", "failed")
 TEST_KINDS: Final = ("test", "ab", "sweep")

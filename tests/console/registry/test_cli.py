@@ -109,7 +109,11 @@ def test_every_answer_is_there_as_json(models_command: Command, tmp_path: Path, 
     assert [(row["name"], row["output_tok_s"]) for row in found["models"]] == [("m", 12.5)]
     assert "olmo7b" in [entry["name"] for entry in found["catalogue"]]
     assert "spec" not in found["models"][0]
+    listed = found["models"][0]
     _, found, _ = models_command("show", "m", "--json", "--card", "cpu")
+    assert {name: found[name] for name in listed if name != "output_tok_s"} == {
+        name: value for name, value in listed.items() if name != "output_tok_s"
+    }
     assert found["spec"]["num_hidden_layers"] == 2
     assert (found["tests"][0]["status"], found["performance"][0]["card"]) == ("finished", "CPU")
     assert found["plan"]["verdict"] == "fits"
@@ -124,6 +128,18 @@ def test_every_answer_is_there_as_json(models_command: Command, tmp_path: Path, 
     assert (found["folder"], found["num_tests"]) == (str(folder), 1)
     _, found, _ = models_command("show", "olmo7b", "--json")
     assert found["spec"]["num_hidden_layers"] == 32
+
+
+def test_a_list_loads_no_sqlalchemy(models_command: Command, tmp_path: Path) -> None:
+    models_command("add", checkpoint(tmp_path / "mine"), "--as-is")
+    code = (
+        "import sys\nfrom console.registry.cli import main\nmain(['list'], {})\n"
+        "print([name for name in ('sqlalchemy', 'torch', 'psutil') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    added, *_, loaded = done.stdout.splitlines()[1:]
+    assert added.split()[:2] == ["mine", "untested"]
+    assert loaded == "[]"
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, select
 from sqlalchemy.engine import URL
 
 from console.registry.database import MIGRATIONS, Database, RegistryError
+from console.registry.listing import REVISION, read_models
 from console.registry.models import Models
 from console.registry.results import Results
-from console.registry.tables import REVISION, Base, Service
+from console.registry.tables import Base, Service
 from engine.errors import ConfigError
 
 
@@ -27,6 +28,7 @@ def test_the_migrations_make_the_tables(tmp_path: Path) -> None:
         assert context.get_current_revision() == REVISION
         assert compare_metadata(context, Base.metadata) == []
         assert session.connection().exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+    assert read_models(database.path) == []
     database.close()
 
 
