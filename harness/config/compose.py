@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, cast
 
 from hydra import initialize_config_dir
@@ -109,12 +110,23 @@ def _settings(config: RunConfig, group: str, name: str) -> dict[str, tuple[str, 
     return {key: (value, undone) for key, (value, undone) in found.items() if value != undone}
 
 
-def is_known_key(path: str, known: dict[str, Any]) -> bool:
+@functools.cache
+def _known() -> Mapping[str, Any]:
+    """Return the type of every key of a configuration."""
+    return MappingProxyType(dict(key_types(RunConfig)))
+
+
+@functools.cache
+def _known_of_hydra() -> Mapping[str, Any]:
+    return MappingProxyType(dict(key_types(HydraConf, "hydra.")))
+
+
+def is_known_key(path: str, known: Mapping[str, Any]) -> bool:
     """Return whether a dotted path is a field, or lies in a free mapping such as rope_scaling."""
     return path in known or is_free_key(path, known)
 
 
-def is_free_key(path: str, known: dict[str, Any]) -> bool:
+def is_free_key(path: str, known: Mapping[str, Any]) -> bool:
     """Return whether a dotted path is a free mapping, or lies in one."""
     parts = path.split(".")
     above = (known.get(".".join(parts[:count])) for count in range(1, len(parts) + 1))
@@ -128,7 +140,7 @@ def unknown_key(path: str) -> ConfigError:
             "experiment: expected a file that begins with the line # @package _global_, got one "
             "without it, whose settings would have no effect. Add the line."
         )
-    known = [name for name, _ in key_types(RunConfig)]
+    known = list(_known())
     parent, _, last = path.rpartition(".")
     siblings = {name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent}
     # Of keys with the same last part the one nearest to the root, and in the same node if any.
@@ -158,7 +170,7 @@ def check_known_keys(content: dict[str, Any]) -> None:
 
     OmegaConf lets `+key=value` pass a schema.
     """
-    known = dict(key_types(RunConfig))
+    known = _known()
     for path in _paths(content):
         if not is_known_key(path, known):
             raise unknown_key(path)
@@ -182,7 +194,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:
     key = getattr(error, "full_key", None) or ""
-    hint = dict(key_types(RunConfig)).get(key)
+    hint = _known().get(key)
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key and hint is None:
         if key.split(".")[0] == "hydra":
             return ConfigError(f"{key}: Hydra has no such key.")
@@ -312,8 +324,7 @@ def check_overrides(overrides: Sequence[Override], options: Callable[[str], list
 
     `options` returns the names of a group's files.
     """
-    known = dict(key_types(RunConfig))
-    hydra_keys = dict(key_types(HydraConf, "hydra."))
+    known, hydra_keys = _known(), _known_of_hydra()
     for override in overrides:
         _check_form(override)
         key = override.key_or_group
@@ -344,7 +355,7 @@ def _check_form(override: Override) -> None:
         raise ConfigError(f"{line}: expected a group without @package. Remove @{override.package}.")
 
 
-def _check_hydra_key(key: str, known: dict[str, Any]) -> None:
+def _check_hydra_key(key: str, known: Mapping[str, Any]) -> None:
     if key.startswith(("hydra.searchpath", "hydra.callbacks")):
         hint = "" if "callbacks" in key else " Give --config-dir FOLDER."
         raise ConfigError(f"{key}: expected no such setting, which has no effect here.{hint}")
@@ -354,7 +365,7 @@ def _check_hydra_key(key: str, known: dict[str, Any]) -> None:
         raise ConfigError(f"{key}: Hydra has no such key.{did_you_mean(key, known)}")
 
 
-def _spell(override: Override, known: dict[str, Any]) -> str:
+def _spell(override: Override, known: Mapping[str, Any]) -> str:
     line = override.input_line or ""
     key = override.key_or_group
     value = line.partition("=")[2]
@@ -402,7 +413,7 @@ def normalise(overrides: Sequence[Override]) -> list[str]:
     experiment, so that an experiment's own values win over the model's file. Mappings given twice
     for one node both count, key by key.
     """
-    known = dict(key_types(RunConfig))
+    known = _known()
     times = Counter(override.key_or_group for override in overrides)
     latest: dict[str, str] = {}
     for override in overrides:

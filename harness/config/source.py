@@ -4,11 +4,14 @@ import copy
 import functools
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
+from unittest.mock import patch
 
+from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import (
     CachingConfigRepository,
@@ -17,7 +20,7 @@ from hydra._internal.config_repository import (
 )
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.default_element import ResultDefault
+from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -26,7 +29,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from catalogue.files import quote_texts
+from catalogue.files import CONF, quote_texts
 from engine.errors import ConfigError
 from engine.sealed import key_types, without_null
 from harness.config.schema import RunConfig
@@ -140,6 +143,29 @@ class Loader(ConfigLoaderImpl):
         self.repository = _Files(config_search_path, {})
         self._merged: dict[tuple[_Key, ...], bytes] = {}
         """Pickled."""
+        self._options: dict[_Key, list[str]] = {}
+        """Names of a group's files, by group, kind and time of its folder."""
+
+    def load_configuration(self, *args: Any, **keywords: Any) -> DictConfig:
+        """Compose a configuration, as Hydra does."""
+        with _few_interpolation_maps():
+            return super().load_configuration(*args, **keywords)
+
+    def get_group_options(
+        self,
+        group_name: str,
+        results_filter: ObjectType | None = ObjectType.CONFIG,
+        config_name: str | None = None,
+        overrides: list[str] | None = None,
+    ) -> list[str]:
+        """Return the names of a group's files; looked for again once its folder has changed."""
+        if config_name is not None or overrides:
+            return super().get_group_options(group_name, results_filter, config_name, overrides)
+        folder = CONF / group_name
+        key = (group_name, results_filter, folder.stat().st_mtime_ns if folder.is_dir() else None)
+        if key not in self._options:
+            self._options[key] = super().get_group_options(group_name, results_filter)
+        return list(self._options[key])
 
     def _compose_config_from_defaults_list(
         self, defaults: list[ResultDefault], repo: IConfigRepository
@@ -158,6 +184,22 @@ class Loader(ConfigLoaderImpl):
         found = super()._load_single_config(default, repo)
         # Merging moves nodes out of what it is given, and the file's content is kept.
         return replace(found, config=copy.deepcopy(found.config))
+
+
+@contextmanager
+def _few_interpolation_maps() -> Iterator[None]:
+    """Have Hydra map choices only where a defaults list refers to one: a quarter of a composition.
+
+    It makes the map for every file, and reads it for an interpolation alone.
+    """
+    make = defaults_list._create_interpolation_map  # noqa: SLF001
+
+    def made(overrides: Any, defaults: list[InputDefault], self_added: bool) -> DictConfig | None:
+        is_read = any(default.is_interpolation() for default in defaults)
+        return make(overrides, defaults, self_added) if is_read else None
+
+    with patch.object(defaults_list, "_create_interpolation_map", made):
+        yield
 
 
 def copied(config: DictConfig) -> DictConfig:

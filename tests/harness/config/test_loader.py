@@ -36,3 +36,15 @@ def test_a_composition_does_not_change_the_next() -> None:
     (third,) = Composer().plan(["+model=glass"]).points
     assert third.config.engine.seed == again.engine.seed != 99
     assert third.composed.hydra.runtime.choices["model"] == "glass"
+
+
+def test_a_choice_in_a_defaults_list_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "experiment" / "experiment"
+    folder.mkdir(parents=True)
+    for file, content in (
+        (folder.parent / "mine.yaml", "defaults:\n  - of_${experiment}\n"),
+        (folder / "of_mine.yaml", "engine:\n  max_num_seqs: 3\n"),
+    ):
+        file.write_text(f"# @package _global_\n{content}")
+    (point,) = Composer(tmp_path).plan(["+model=glass", "+experiment=mine"]).points
+    assert point.config.engine.max_num_seqs == 3
