@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 from catalogue.processes import die_with_parent
 from engine.device.gpu import Gpu, open_gpu
 from engine.errors import RequestError
-from harness.config.schema import RequestSet
+from harness.config.schema import QualityScenario, RequestSet
 from harness.config.serve import ServeScenario
 from harness.config.study import StepsScenario, TiersScenario
 from harness.folders import plain
@@ -68,6 +68,14 @@ from harness.work.predicted import (
     transfer_reasons,
 )
 from harness.work.prompts import encode_rows, special_ids
+from harness.work.quality import (
+    make_yardstick,
+    measure_quality,
+    quality_text,
+    read_yardstick,
+    text_file,
+    write_yardstick,
+)
 from harness.work.request_log import RequestLog
 from harness.work.schedule import Load
 from harness.work.serve import measure_serve, warm_up
@@ -273,7 +281,12 @@ class Work:
         try:
             self._state.enter("import")
             self._build_engine = self._door.load_code()
-            kinds = {"measure": self._measure, "load": self._load, "reference": self._reference}
+            kinds = {
+                "measure": self._measure,
+                "load": self._load,
+                "reference": self._reference,
+                "yardstick": self._yardstick,
+            }
             kinds[self._job.kind]()
             self._result["status"] = "ok"
         except (Exception, SystemExit) as error:  # noqa: BLE001  the edge: carried to the parent
@@ -340,12 +353,25 @@ class Work:
         self._result["effective"] = llm.effective()
         self._save()
 
-    def _reference(self) -> None:
+    def _build_reference(self) -> Engine:
         if self._job.under_test is not None:
             # A point that does not fit needs no reference, and should not wait for one.
             self._state.enter(PLAN_PHASE)
             self._door.plan_for(self._job.under_test)
-        llm = self._build(reference=True)
+        return self._build(reference=True)
+
+    def _yardstick(self) -> None:
+        llm, config, path = self._build_reference(), self._job.scenario.quality, self._job.yardstick
+        if config is None or path is None:
+            raise ValueError("job yardstick: expected scenario.quality and a file to write.")
+        self._state.enter("yardstick")
+        text = quality_text(text_file(config))
+        clock, on_progress = self._door.clock, self._state.running
+        found = make_yardstick(llm, config, text, clock=clock, on_progress=on_progress)
+        write_yardstick(path, found)
+
+    def _reference(self) -> None:
+        llm = self._build_reference()
         config = self._job.scenario.correctness
         prompts = engine_prompts(
             llm, config.num_prompts, config.prompt_tokens, seed=0, stream=STREAM
@@ -441,6 +467,8 @@ class Work:
             self._run_steps(llm, scenario.steps)
         if scenario.tiers is not None and scenario.tiers.parts:
             self._run_tiers(llm, scenario.tiers)
+        if scenario.quality is not None:
+            self._run_quality(llm, scenario.quality)
         if scenario.overhead is not None:
             self._state.enter("overhead")
             self._result["samples"]["overhead"] = measure_overhead(
@@ -479,6 +507,20 @@ class Work:
         )
         self._note_window("steps", begin_s)
         self._result["measured"].append("steps")
+        self._save()
+
+    def _run_quality(self, llm: Engine, config: QualityScenario) -> None:
+        self._state.enter("quality")
+        begin_s, path = self._door.clock(), self._job.yardstick
+        yardstick = None if path is None else read_yardstick(path)
+        if path is not None and yardstick is None:
+            raise RuntimeError(f"{path}: the tokens to compare with cannot be read.")
+        text, on_progress = quality_text(text_file(config)), self._state.running
+        found = measure_quality(llm, config, text, yardstick, on_progress=on_progress)
+        self._note_window("quality", begin_s)
+        self._result["metrics"] |= found[0]
+        self._result["samples"]["quality"] = found[1]
+        self._result["measured"].append("quality")
         self._save()
 
     def _run_tiers(self, llm: Engine, config: TiersScenario) -> None:

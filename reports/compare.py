@@ -19,8 +19,12 @@ NOT_WORK: Final = (
     "model.source.",
     "model.path",
     "model.name",
+    "model.quantize",
+    "model.spec.quantization",
+    "model.spec.dtype",
+    "scenario.quality.reference",
 )
-"""Settings among these that change nothing that is timed; the sizes say which model it was."""
+"""Settings among these that change no request; the sizes say which model it was, in any format."""
 LABEL_CHARS: Final = 48
 IDLE: Final = ("tracking.", "scenario.correctness.")
 IDLE_ROOTS: Final = frozenset(

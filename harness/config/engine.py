@@ -159,6 +159,8 @@ def kv_tokens_in_use(config: RunConfig) -> int | None:
     known, longest = scenario.longest_tokens(), min(limits)
     at_once = {"load": 1, "correctness": 1} | ({"latency": 1} if scenario.latency else {})
     known |= {"load": 1, "correctness": known.get("correctness", 1)}
+    if scenario.quality is not None:
+        at_once["quality"] = 1
     if scenario.throughput is not None:
         at_once["throughput"] = scenario.throughput.num_requests
     if scenario.serve is not None:
@@ -207,6 +209,18 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
         engine=replace(
             config.engine, enforce_eager=True, max_model_len=longest, weight_format=None
         ),
+    )
+
+
+def yardstick_config(config: RunConfig, model: ModelConfig) -> EngineConfig:
+    """Return the configuration of the plain weights whose greedy tokens quality is held against."""
+    quality = config.scenario.quality
+    assert quality is not None
+    longest = quality.prompt_tokens + quality.output_tokens
+    found = reference_config(config, None if model.path is None else Path(model.path))
+    engine = replace(found.engine, max_model_len=longest)
+    return replace(
+        found, model=model, emulated_kv_tokens=longest, request_tokens=longest, engine=engine
     )
 
 

@@ -17,6 +17,7 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.sealed import Sealed, check_choice, check_number
 from harness.config.serve import (
+    MOST_LENGTH,
     MOST_REQUESTS,
     REQUESTS,
     SECONDS,
@@ -321,6 +322,57 @@ class LatencyScenario(RequestSet):
 
 
 @dataclass(kw_only=True)
+class QualityScenario(Bounded):
+    """How close tokens are to those of plain weights: perplexity, agreement of greedy tokens."""
+
+    node: ClassVar[str] = "scenario.quality"
+    text_file: str | None = None
+    """Text in UTF-8 that perplexity is of and prompts are parts of; null: Python's language
+    reference, which Python ships (pydoc_data.topics)."""
+    window_tokens: int = field(default=512, metadata=within(2, MOST_LENGTH))
+    """Tokens of the text that are computed together."""
+    stride_tokens: int = field(default=256, metadata=TOKENS)
+    """Tokens between the beginnings of two windows; of each window those that none before had
+    count."""
+    num_windows: int | None = field(default=32, metadata=REQUESTS)
+    """Windows, from the beginning of the text; null: all of it."""
+    num_prompts: int = field(default=16, metadata=within(0, MOST_REQUESTS))
+    """Prompts of which greedy tokens are compared; 0: none."""
+    prompt_tokens: int = field(default=64, metadata=TOKENS)
+    """Tokens of each."""
+    output_tokens: int = field(default=64, metadata=TOKENS)
+    """Greedy tokens of each that are compared."""
+    reference: str | None = None
+    """Whose greedy tokens they are compared with: a model (a name, a folder, OWNER/NAME) with plain
+    weights, or the folder of a run that had this part; null: the same model without
+    model.quantize."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds or has no effect."""
+        super().check()
+        if self.stride_tokens >= self.window_tokens:
+            raise ConfigError(
+                f"{self.node}.stride_tokens: expected less than window_tokens="
+                f"{self.window_tokens}, got {self.stride_tokens}: some tokens would not count. "
+                "Lower it."
+            )
+        if self.reference is not None and not self.num_prompts:
+            raise ConfigError(
+                f"{self.node}.reference: expected null with num_prompts=0, got {self.reference!r}: "
+                "no tokens are compared. Remove it, or raise num_prompts."
+            )
+        for name in ("text_file", "reference"):
+            if getattr(self, name) is not None and not getattr(self, name).strip():
+                raise ConfigError(f"{self.node}.{name}: expected a path or null, got ''.")
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and output tokens of the longest request."""
+        compared = self.prompt_tokens + self.output_tokens if self.num_prompts else 0
+        return max(self.window_tokens, compared) + 1
+
+
+@dataclass(kw_only=True)
 class CorrectnessConfig(Bounded):
     """Greedy tokens compared with the reference before anything is timed."""
 
@@ -363,6 +415,8 @@ class ScenarioConfig(Sealed):
     """Operations without an engine, before one is built."""
     overhead: OverheadScenario | None = None
     """The harness itself, with model=fake."""
+    quality: QualityScenario | None = None
+    """Perplexity and agreement with plain weights."""
     correctness: CorrectnessConfig = field(default_factory=CorrectnessConfig)
     """The comparison with the reference."""
 
@@ -392,7 +446,8 @@ class ScenarioConfig(Sealed):
     def _timed(self) -> tuple[object, ...]:
         """The parts that time an engine."""
         requests = (self.throughput, self.latency, self.serve)
-        return (*requests, self.steps, self.tiers and self.tiers.parts, self.overhead)
+        tiers = self.tiers and self.tiers.parts
+        return (*requests, self.steps, tiers, self.overhead, self.quality)
 
     def part_names(self) -> list[str]:
         """Return the parts that are measured with an engine; the load runs last."""
@@ -407,6 +462,7 @@ class ScenarioConfig(Sealed):
         found = {f"{part.part}.prompts_file": part.prompts_file for part in parts if part}
         trace = self.serve.trace if self.serve is not None else None
         found["serve.trace.path"] = trace.path if trace is not None else None
+        found["quality.text_file"] = self.quality.text_file if self.quality else None
         return {name: path for name, path in found.items() if path is not None}
 
     def longest_tokens(self) -> dict[str, int]:
@@ -421,6 +477,8 @@ class ScenarioConfig(Sealed):
             for name, part in parts.items()
             if part is not None and getattr(part, "prompts_file", None) is None
         }
+        if self.quality is not None:
+            found["quality"] = self.quality.longest_tokens
         served = self.serve.longest_tokens() if self.serve is not None else None
         return found if served is None else found | {"serve": served}
 
@@ -562,11 +620,27 @@ class RunConfig(Sealed):
                     f"{'model=fake' if self.model.fake else self.system.kind}. Choose "
                     f"system=native and another model, or set scenario.{part}=null."
                 )
+        self._check_quality()
         fake = self.model.fake
         if self.scenario.overhead is not None and (fake is None or fake.clock != "real"):
             raise ConfigError(
                 "scenario.overhead: expected model=fake with model.fake.clock=real, whose steps "
                 "take a known time, got another engine. Choose study=overhead."
+            )
+
+    def _check_quality(self) -> None:
+        """Refuse quality of weights that say nothing, or of a system that tells too little."""
+        if self.scenario.quality is None:
+            return
+        if self.model.load_format == "dummy":
+            raise ConfigError(
+                "scenario.quality: expected weights of a checkpoint, got model.load_format=dummy, "
+                "whose tokens mean nothing. Set scenario.quality=null, or load the checkpoint."
+            )
+        if self.system.api == "chat" or self.system.prompts == "text":
+            raise ConfigError(
+                "scenario.quality: expected prompts of token ids, which system.api=chat and "
+                "system.prompts=text do not send. Set scenario.quality=null."
             )
 
     @property

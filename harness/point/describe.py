@@ -20,7 +20,7 @@ NOT_IDENTITY: Final = (
 )
 """Settings that change no result."""
 _NAME_CHARS: Final = 200
-_PARTS: Final = ("load", "throughput", "latency", "serve")
+_PARTS: Final = ("load", "throughput", "latency", "serve", "quality")
 _SHOWN: Final = ("kv.", "offload.", "engine.", *(f"scenario.{part}." for part in _PARTS))
 """Nodes of which a tracker's parameters have every setting."""
 _IF_SET: Final = ("prompts_file", "prompt", "output", "trace", "search")
@@ -77,6 +77,8 @@ def flat_params(config: RunConfig, overrides: Sequence[str] = ()) -> dict[str, A
         "offload": config.offload_name,
         "scenario": config.scenario.name,
     }
+    if config.model.quantize is not None:
+        params["model.quantize"] = config.model.quantize
     every = {key: value for key, value in flatten(config.to_dict()) if value != {}}
     shown = {key: value for key, value in every.items() if key.startswith(_SHOWN)}
     params |= {k: v for k, v in shown.items() if v is not None or k.split(".")[-1] not in _IF_SET}

@@ -1,5 +1,6 @@
 """One point: from its configuration to its record, whatever happens to its workers."""
 
+import hashlib
 import json
 import secrets
 import sys
@@ -13,12 +14,19 @@ from typing import Any, Final
 
 from catalogue.checkpoint import identify
 from catalogue.files import expanded, read_json, tightfit_home
-from catalogue.models import fetch
+from catalogue.models import fetch, located
 from catalogue.terminal import ErrorFacts, error_facts
-from engine.asked.config import EngineConfig
+from engine.asked.config import EngineConfig, ModelConfig
 from engine.device.gpu import Gpu
+from engine.errors import ConfigError
+from engine.model.checkpoint import read_folder
 from engine.model.gguf import files_of, is_gguf
-from harness.config.engine import engine_config, reference_config, require_package
+from harness.config.engine import (
+    engine_config,
+    reference_config,
+    require_package,
+    yardstick_config,
+)
 from harness.config.schema import RunConfig, SweepContext, SystemConfig
 from harness.folders import plain, write_yaml
 from harness.observe.environment import collect
@@ -54,6 +62,7 @@ from harness.work.correctness import read_reference, reference_key
 from harness.work.load import summarise_loads
 from harness.work.predicted import differences
 from harness.work.prompts import PromptRow, read_prompts
+from harness.work.quality import quality_text, read_yardstick, text_file
 from harness.work.request_log import write_parquet
 from harness.work.trace import TraceRow, check_lengths, read_trace
 from reports.record.bounds import impossible_rate
@@ -126,6 +135,9 @@ class Inputs:
     prompts: Mapping[str, list[PromptRow]] = field(default_factory=dict)
     """Part of the scenario -> rows of its prompts_file."""
     trace: Sequence[TraceRow] = ()
+    yardstick: ModelConfig | Path | None = None
+    """Plain weights whose greedy tokens quality is held against, or the folder of a run that has
+    them; None: no tokens are compared."""
 
 
 def read_inputs(config: RunConfig) -> tuple[dict[str, list[PromptRow]], list[TraceRow]]:
@@ -151,6 +163,8 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> Inputs:
     require_package(config.system.kind)
     prompts, trace = read_inputs(config)
     serve = config.scenario.serve
+    if config.scenario.quality is not None:
+        quality_text(text_file(config.scenario.quality))
     if serve is not None and serve.trace is not None:
         for name, limit in config.length_limits().items():
             check_lengths(trace, serve.trace, limit_tokens=limit, limit_name=name)
@@ -168,7 +182,35 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> Inputs:
         model_facts=facts,
         prompts=prompts,
         trace=trace,
+        yardstick=_yardstick_of(config, path),
     )
+
+
+def _yardstick_of(config: RunConfig, path: Path | None) -> ModelConfig | Path | None:
+    """Return what quality is held against; a model's weights are on this machine afterwards."""
+    quality = config.scenario.quality
+    if quality is None or not quality.num_prompts:
+        return None
+    if quality.reference is None:
+        model = engine_config(config, path).model
+        spec = read_folder(path).spec if path is not None else config.model.spec
+        if spec is not None and spec.quantization:
+            raise ConfigError(
+                "scenario.quality.reference: expected the model that this one was made of (a name, "
+                "a folder, or OWNER/NAME), or the folder of a run that had this part, got null: "
+                f"the checkpoint is quantised ({spec.quantization['method']}). Set it, or set "
+                "num_prompts=0."
+            )
+        return replace(model, quantize=None, keep_lossless=False)
+    folder = expanded(quality.reference)
+    if not (folder / RESULT_NAME).is_file():
+        return replace(ModelConfig(**located(quality.reference)), quantize=None)
+    if read_yardstick(folder) is None:
+        raise ConfigError(
+            f"scenario.quality.reference: expected the folder of a run with tokens of quality, "
+            f"got {folder}, whose record has none. Run it with scenario.quality."
+        )
+    return folder
 
 
 @dataclass(kw_only=True)
@@ -198,7 +240,8 @@ class Attempt:
         reference = self._reference() if self._is_comparable() else None
         try:
             if scenario.is_timed or reference is not None:
-                self._take(self._job("measure", "measure", reference))
+                job = self._job("measure", "measure", reference)
+                self._take(replace(job, yardstick=self._yardstick()))
             if scenario.load is not None:
                 self._loads(scenario.load.cold_starts, scenario.load.warm_starts)
                 self.findings.measured.append("load")
@@ -283,24 +326,60 @@ class Attempt:
         check = self.config.scenario.correctness
         fake = self.config.model.fake
         engine = "native" if fake is None else "fake"
-        key = reference_key(config, check, self.environment, engine)
+        key = reference_key(config, asdict(check), self.environment, engine)
         path = self.home / "references" / f"{key}.json"
         is_kept = fake is None or not fake.fails_at("reference")  # it fails where it is made
         if is_kept and read_reference(path) is not None:
             return path
-        job = self._job("reference", "reference", path)
+        lack = self._make(replace(self._job("reference", "reference", path), engine=config))
+        if lack is None:
+            return path
+        self._unchecked = (
+            f"correctness: the reference (every layer copied on demand, eager) could not be made "
+            f"({lack}), so the tokens were not compared."
+        )
+        return None
+
+    def _make(self, job: WorkerJob) -> str | None:
+        """Run a worker that writes what this point is held against; return why it lacks room.
+
+        The point ends where the worker fails otherwise, or the engine under test does not fit.
+        """
         under_test = self.inputs.engine if self.config.system.kind == "native" else None
-        job = replace(job, engine=config, system=SystemConfig(), under_test=under_test)
-        status, error, result = self._execute(job)
+        status, error, result = self._execute(
+            replace(job, system=SystemConfig(), under_test=under_test)
+        )
         if status in {"no_fit", "oom"} and error is not None and error["phase"] != PLAN_PHASE:
-            self._unchecked = (
-                f"correctness: the reference (every layer copied on demand, eager) could not be "
-                f"made ({status}: {error['message']}), so the tokens were not compared."
-            )
-            return None
+            return f"{status}: {error['message']}"
         self.findings.add({"plan": result.get("plan")})  # of the engine under test: no_fit's
         self._end_unless_ok(status, error)
-        return path
+        return None
+
+    def _yardstick(self) -> Path | None:
+        """Return the file of the tokens that quality is held against, made now when absent."""
+        asked, quality = self.inputs.yardstick, self.config.scenario.quality
+        if isinstance(asked, Path):
+            return asked
+        if quality is None or asked is None:
+            return None
+        config = yardstick_config(self.config, asked)
+        counts = quality.num_prompts, quality.prompt_tokens, quality.output_tokens
+        text = quality_text(text_file(quality))
+        check = {"quality": counts, "text": hashlib.sha256(text.encode()).hexdigest()}
+        key = reference_key(config, check, self.environment)
+        path = self.home / "references" / f"{key}.json"
+        if read_yardstick(path) is not None:
+            return path
+        job = replace(self._job("yardstick", "yardstick"), engine=config, yardstick=path)
+        lack = self._make(job)
+        if lack is None:
+            return path
+        self.findings.reasons.append(
+            f"quality: the plain weights (every layer copied on demand, eager) could not be run "
+            f"({lack}), so greedy tokens were not compared. Give scenario.quality.reference the "
+            "folder of a run that had this part on a larger machine, or set num_prompts=0."
+        )
+        return None
 
     def _loads(self, num_cold: int, num_warm: int) -> None:
         files = self._weight_files()

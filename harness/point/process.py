@@ -43,7 +43,7 @@ class WorkerJob:
     name: str
     """Unique in the run folder: measure, reference, load-cold-1, load-warm-1, ..."""
     kind: str
-    """measure | load | reference."""
+    """measure | load | reference | yardstick."""
     engine: EngineConfig
     scenario: ScenarioConfig
     system: SystemConfig = field(default_factory=SystemConfig)
@@ -56,6 +56,9 @@ class WorkerJob:
     """Rows of the trace of scenario.serve."""
     reference: Path | None = None
     """File of the reference tokens: read by measure (None: no comparison), written by reference."""
+    yardstick: Path | None = None
+    """File, or run's folder, of the tokens that quality is held against: read by measure (None:
+    none), written by yardstick."""
     under_test: EngineConfig | None = None
     """The configuration that a reference is for, planned before the reference is built."""
     gpu_uuid: str | None = None

@@ -288,6 +288,8 @@ class Row:
 
     request: Request
     output: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    """As TokenEvent has them; None: not asked for, or not known yet."""
     is_dropped: bool = False
 
     @property
@@ -335,14 +337,19 @@ class StaticBatch:
 
         open_rows = [not row.is_done for row in self.rows]
         with torch.inference_mode():
+            scored = [row for row in self.rows if row.request.params.prompt_logprobs is not None]
+            is_scored = bool(scored) and self._last is None
             inputs = self._prompts() if self._last is None else self._next()
             out = self._model(
                 **inputs,
                 **{self._cache_key: self._cache},
                 attention_mask=self._mask,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=0 if is_scored else 1,  # 0: those of every token
             )
+            if is_scored:
+                for row, logits in zip(self.rows, out.logits, strict=True):
+                    row.prompt_logprobs = _prompt_logprobs(row.request, logits)
             self._last = out.logits[:, -1].argmax(dim=-1)
             tokens = self._last.tolist()
         found = []
@@ -372,6 +379,21 @@ class StaticBatch:
         self._mask = torch.cat([self._mask, one], dim=1)
         positions = self._mask.sum(-1, keepdim=True) - 1
         return {"input_ids": self._last[:, None], "position_ids": positions}
+
+
+def _prompt_logprobs(request: Request, logits: Any) -> list[dict[int, float] | None] | None:
+    """Return what TokenEvent has of a prompt, from the logits of its row."""
+    width, prompt = request.params.prompt_logprobs, request.prompt_token_ids
+    if width is None:
+        return None
+    found: list[dict[int, float] | None] = [None]
+    own = logits[-len(prompt) :]
+    for token, row in zip(prompt[1:], own, strict=False):
+        logprobs = row.float().log_softmax(-1)
+        top = logprobs.topk(width)
+        named = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        found.append({token: float(logprobs[token])} | named)
+    return found
 
 
 def _new_cache(model: Any) -> tuple[Any, str]:
@@ -575,4 +597,5 @@ def _event(row: Row, now_s: float) -> TokenEvent:
         position=len(request.prompt_token_ids) + num - 1,
         finish_reason=row.finish_reason,
         time_s=now_s,
+        prompt_logprobs=row.prompt_logprobs if num == 1 else None,
     )

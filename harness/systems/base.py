@@ -95,7 +95,10 @@ CLASSES: Final = {
     "gemma3_text": "Gemma3ForCausalLM",
 }
 _OTHERWISE: Final = frozenset(
-    ("rope_theta", "rope_scaling", "rope_local_base_freq", "layer_types", "query_pre_attn_scalar")
+    (
+        *("rope_theta", "rope_scaling", "rope_local_base_freq"),
+        *("layer_types", "query_pre_attn_scalar", "quantization"),
+    )
 )
 """Fields of a ModelSpec that a config.json holds under other names, or not always."""
 

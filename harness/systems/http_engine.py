@@ -5,7 +5,14 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+)
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -228,28 +235,45 @@ class HTTPClient:
         server is reached, ServerError for anything else that is no answer.
         """
         answer = StreamedAnswer()
-        try:
+        with _naming_failures(self._timeout_s):
             async with self._session.stream("POST", f"{self._base}{path}", json=body) as response:
                 if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")[:300]
-                    hint = HINTS.get(response.status_code, "")
-                    raise ServerError(f"the server answered {response.status_code}: {text}{hint}")
+                    text = (await response.aread()).decode(errors="replace")
+                    raise _refusal(response.status_code, text)
                 await _read(response, answer, on_part)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ConnectionError(_words(error)) from error
-        except httpx.TimeoutException as error:
-            raise ServerError(
-                f"nothing came for {self._timeout_s:g} s (system.request_timeout_s)"
-            ) from error
-        except httpx.HTTPError as error:
-            raise ServerError(f"the connection broke: {_words(error)}") from error
         return answer
+
+    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send one request and return the document that answers it; raises as `complete` does."""
+        with _naming_failures(self._timeout_s):
+            response = await self._session.post(f"{self._base}{path}", json=body)
+        if response.status_code != 200:
+            raise _refusal(response.status_code, response.text)
+        return _parse(response.text)
 
     def close(self) -> None:
         """End what runs and close the connections."""
         for running in list(self._running):
             running.cancel()
         self._held.close()
+
+
+@contextlib.contextmanager
+def _naming_failures(timeout_s: float) -> Iterator[None]:
+    """Raise ConnectionError where no server is reached, ServerError where one falls silent."""
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise ConnectionError(_words(error)) from error
+    except httpx.TimeoutException as error:
+        raise ServerError(f"nothing came for {timeout_s:g} s (system.request_timeout_s)") from error
+    except httpx.HTTPError as error:
+        raise ServerError(f"the connection broke: {_words(error)}") from error
+
+
+def _refusal(status: int, text: str) -> ServerError:
+    hint = HINTS.get(status, "")
+    return ServerError(f"the server answered {status}: {text[:300]}{hint}")
 
 
 async def _read(response: httpx.Response, answer: StreamedAnswer, on_part: OnPart) -> None:
@@ -414,7 +438,8 @@ class HTTPEngine:
         request = Request(request_id=name, prompt_token_ids=list(prompt), params=params)
         check_request(request, self.max_model_len, self.spec.vocab_size)
         body = self._body(request)
-        return self._client.submit(lambda: self._run(request, body, on_events))
+        run = self._run if params.prompt_logprobs is None else self._score
+        return self._client.submit(lambda: run(request, body, on_events))
 
     def _body(self, request: Request) -> dict[str, Any]:
         """Return the body of one request; RequestError where text is sent without a tokenizer."""
@@ -477,6 +502,23 @@ class HTTPEngine:
         self._failed = self._unreached = 0
         self._note(request, answer, missing)
         emit(answer, is_last=True)
+
+    async def _score(self, request: Request, body: dict[str, Any], on_events: OnEvents) -> None:
+        """Ask for the log-probabilities of a prompt, which come with its echo, in no stream."""
+        width = max(1, request.params.prompt_logprobs or 0)
+        body = body | {"stream": False, "echo": True, "logprobs": width}
+        del body["stream_options"]
+        try:
+            event = _scored(request, await self._client.ask("/completions", body))
+        except (ServerError, ConnectionError) as error:
+            self._note_failure(error)
+            event = _failure(request, str(error))
+        except Exception as error:  # noqa: BLE001  the edge: a request without an end hangs the run
+            self._note_failure(error)
+            event = _failure(request, f"{type(error).__name__}: {error}")
+        else:
+            self._failed = self._unreached = 0
+        on_events([event])
 
     def _note(self, request: Request, answer: StreamedAnswer, missing: int) -> None:
         self._counts["answers"] += 1
@@ -676,6 +718,37 @@ def _event(request: Request, answer: StreamedAnswer, index: int) -> TokenEvent:
         token_id=answer.token_ids[index],
         position=len(request.prompt_token_ids) + index,
         time_s=answer.times_s[index],
+    )
+
+
+def _scored(request: Request, answer: Mapping[str, Any]) -> TokenEvent:
+    """Return an event with the log-probabilities of a prompt; ServerError where there are none.
+
+    Of the most probable tokens a server tells texts: the best one stands under UNKNOWN_TOKEN.
+    """
+    prompt = request.prompt_token_ids
+    found: list[dict[int, float] | None] = [None]
+    try:
+        told = answer["choices"][0]["logprobs"]
+        rows = zip(told["token_logprobs"], told["top_logprobs"], strict=True)
+        for token, (own, top) in list(zip(prompt, rows, strict=False))[1:]:
+            found.append({token: float(own), UNKNOWN_TOKEN: max(map(float, top.values()))})
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        found = []
+        cause: Exception | None = error
+    else:
+        cause = None
+    if len(found) != len(prompt):
+        raise ServerError(
+            "the server sent no log-probabilities of the prompt with echo and logprobs"
+        ) from cause
+    return TokenEvent(
+        request_id=request.request_id,
+        token_id=UNKNOWN_TOKEN,
+        position=len(prompt),
+        finish_reason="length",
+        time_s=time.perf_counter(),
+        prompt_logprobs=found,
     )
 
 

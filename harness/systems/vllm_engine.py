@@ -184,6 +184,7 @@ class VLLMEngine:
                 ignore_eos=params.ignore_eos,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
+                prompt_logprobs=params.prompt_logprobs,
             )
             theirs: dict[str, Any] = {"prompt_token_ids": list(prompt)}
             if params.cache_salt is not None:
@@ -238,6 +239,7 @@ class VLLMEngine:
                     position=self._prompts[name] + self._outputs[name] - 1,
                     finish_reason=answer.finish_reason if is_last else None,
                     time_s=now_s,
+                    prompt_logprobs=_prompt_logprobs(output) if index == 0 else None,
                 )
             )
         if output.finished:
@@ -298,6 +300,17 @@ class VLLMEngine:
             shutdown()
         self._engine = None
         gc.collect()
+
+
+def _prompt_logprobs(output: Any) -> list[dict[int, float] | None] | None:
+    """Return what TokenEvent has of a prompt; None where it was not asked for."""
+    found = getattr(output, "prompt_logprobs", None)
+    if not found:
+        return None
+    return [
+        None if each is None else {int(token): float(x.logprob) for token, x in each.items()}
+        for each in found
+    ]
 
 
 def load_code() -> BuildEngine:

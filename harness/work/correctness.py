@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +16,6 @@ from catalogue.processes import ROOT
 from engine.asked.config import EngineConfig
 from engine.errors import RequestError
 from engine.model.gguf import files_of, is_gguf
-from harness.config.schema import CorrectnessConfig
 from harness.work.drive import Clock, Engine, OnProgress, run_requests
 from reports.record.record import write_text_atomic
 
@@ -94,14 +92,14 @@ def compare_tokens(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int
 
 def reference_key(
     config: EngineConfig,
-    check: CorrectnessConfig,
+    check: Mapping[str, Any],
     environment: Mapping[str, Any],
     engine: str = "native",
 ) -> str:
     """Return the name of the reference: a hash of everything that may change its tokens.
 
-    Of the environment the device and the versions count; `engine` is native, or fake for scripted
-    tokens.
+    `check` says what is compared. Of the environment the device and the versions count; `engine` is
+    native, or fake for scripted tokens.
     """
     asked = config.to_dict()
     for name in _RATES_ONLY:
@@ -113,7 +111,7 @@ def reference_key(
     parts = {
         "engine": engine,
         "config": asked,
-        "check": asdict(check),
+        "check": dict(check),
         "weights": _checkpoint_identity(config.model.path),
         "device": gpu.get("name") or (environment.get("cpu") or {}).get("name"),
         "torch": environment.get("torch"),

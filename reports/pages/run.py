@@ -73,6 +73,7 @@ def run_page(record: RunRecord, links: Sequence[Link] = ()) -> Page:
         _latency(record),
         timeline_section(record),
         _metrics(record, "throughput", "Throughput"),
+        _metrics(record, "quality", "Quality"),
         _serving(record),
         memory_section(record),
         time_section(record),
@@ -309,7 +310,7 @@ def _phase_table(record: RunRecord) -> Table | None:
 
 def _others(record: RunRecord) -> Section | None:
     """Show every metric that no other section shows."""
-    shown = {"latency", "throughput", "serve", "load", "memory", "predicted", "kv"}
+    shown = {"latency", "throughput", "quality", "serve", "load", "memory", "predicted", "kv"}
     bases = {metric.name for metric in of_samples("latency")}
     names = [
         name
@@ -389,6 +390,7 @@ def asked_section(record: RunRecord) -> Section | None:
             ("system", facts.system_name(record), _system_used(record)),
             ("model", facts.model_name(record), None),
             ("weights", _asked(record, "model.load_format"), _text(record, "load_format")),
+            ("rounded", _asked(record, "model.quantize"), _text(record, "quantize")),
             ("dtype", _asked(record, "engine.dtype"), _text(record, "dtype")),
             ("device", _asked(record, "gpu.name"), _text(record, "device")),
             ("GPU memory", *_memory(record)),

@@ -368,6 +368,34 @@ _SHOWN: Final = (
         shown=("ab", "summary"),
     ),
     Metric(
+        "quality/perplexity",
+        "exp(-mean(log-probability)) of the tokens of a text, each given those before it in its"
+        " window (scenario.quality: window_tokens, stride_tokens); windows after the first begin"
+        " inside the one before and count what that had not",
+        label="perplexity",
+        words="perplexity of the text",
+        better="lower",
+        shown=_EVERYWHERE,
+    ),
+    Metric(
+        "quality/equal_share",
+        "tokens that no other is more probable than / tokens, of the greedy answers of the plain"
+        " weights (scenario.quality.reference), each given the answer before it",
+        label="same tokens",
+        words="greedy tokens as those of plain weights",
+        better="higher",
+        shown=_EVERYWHERE,
+    ),
+    Metric(
+        "quality/first_difference_tokens",
+        "mean over the prompts of the greedy tokens before the first that differs from the plain"
+        " weights'; where none does, all of output_tokens",
+        label="leading same tokens",
+        words="greedy tokens before the first that differs",
+        better="higher",
+        shown=("sweep", "compare", "summary"),
+    ),
+    Metric(
         "link/h2d_gb_s",
         "host to device copy rate: median of 20 copies of 256 MiB from registered memory, GB ="
         " 10^9 bytes, measured in this run",

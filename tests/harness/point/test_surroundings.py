@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def key(environment=None, check=None, **changes):
     model = ModelConfig(name="tiny", load_format="dummy", spec=SPEC)
     config = EngineConfig(model=model, **changes)
     facts = environment or {"cpu": {"name": "a"}, "torch": "2"}
-    return reference_key(config, check or CorrectnessConfig(), facts)
+    return reference_key(config, asdict(check or CorrectnessConfig()), facts)
 
 
 def test_the_reference_key_holds_what_may_change_tokens():

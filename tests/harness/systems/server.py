@@ -39,6 +39,8 @@ class Script:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_cut: int = 0
+    logprobs: dict[str, Any] | None = None
+    """Sent with the echo of a prompt."""
 
 
 def next_token(prompt, position):
@@ -89,6 +91,8 @@ class Server:
         script.headers.append(dict(request.headers))
         if script.status != 200 or len(script.bodies) - 1 in script.fails:
             return web.json_response({"error": "refused"}, status=max(script.status, 400))
+        if body.get("echo"):
+            return web.json_response({"choices": [{"logprobs": script.logprobs}]})
         response = web.StreamResponse()
         await response.prepare(request)
         try:

@@ -47,6 +47,7 @@ class SamplingParams:
     ignore_eos: bool = False
     detokenize: bool = True
     output_kind: str = "cumulative"
+    prompt_logprobs: int | None = None
 
 
 class NoopOffloader:
@@ -123,11 +124,23 @@ class LLMEngine:
                     outputs=[answer],
                     finished=is_last,
                     num_cached_tokens=self.found[name],
+                    prompt_logprobs=_prompt_logprobs(prompt, params) if num == 0 else None,
                 )
             )
             if is_last:
                 del self.requests[name]
         return outputs
+
+
+def _prompt_logprobs(prompt, params):
+    """Each token with a probability of 1/2, every other one below another token's."""
+    if params.prompt_logprobs is None:
+        return None
+    rows = [None]
+    for index, token in enumerate(prompt[1:]):
+        other = {token + 1: SimpleNamespace(logprob=-0.1)} if index % 2 else {}
+        rows.append({token: SimpleNamespace(logprob=-0.6931471805599453), **other})
+    return rows
 
 
 def install(monkeypatch, offloader=None, args=EngineArgs, fails_with=None, runner=None):
