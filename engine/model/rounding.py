@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Final
 
 from engine.errors import ConfigError
-from engine.model.formats import NO_FORMATS, Format
+from engine.model.formats import Format
 from engine.model.quantised import Quantisation
 from engine.model.schemes import LINEAR, ROUNDED, Scheme
 from engine.model.spec import ModelSpec
@@ -16,16 +16,16 @@ BITS: Final[Mapping[str, int]] = MappingProxyType({"int8": 8, "int4": 4})
 """Values of model.quantize -> bits of a value."""
 
 
-def described(quantize: str) -> str:
+def described(quantize: str | None) -> str | None:
     """Return what records call it."""
-    return f"{quantize} (round to nearest, group {GROUP})"
+    return None if quantize is None else f"{quantize} (round to nearest, group {GROUP})"
 
 
-def rounded_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mapping[str, Format]:
-    """Return the formats of the tensors that a load rounds: every matrix of a layer.
+def weight_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mapping[str, Format]:
+    """Return the formats of those tensors that are not plain: quantised ones, or rounded ones.
 
-    Embedding and head stay as they are, which most quantised checkpoints leave plain too. A scale
-    has the dtype of the checkpoint.
+    A load rounds every matrix of a layer. Embedding and head stay as they are, which most quantised
+    checkpoints leave plain too. A scale has the dtype of the checkpoint.
 
     Args:
         quantize: A key of BITS; None: nothing is rounded.
@@ -36,7 +36,7 @@ def rounded_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mappin
         ConfigError: The checkpoint is quantised already.
     """
     if quantize is None:
-        return NO_FORMATS
+        return spec.formats(dtype)
     if spec.quantization:
         raise ConfigError(
             f"model.quantize={quantize}: expected a checkpoint of plain weights, got one that is "

@@ -9,7 +9,7 @@ from typing import Any
 from engine.asked.config import EngineConfig, GPUConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
-from engine.model.rounding import described, rounded_formats
+from engine.model.rounding import described, weight_formats
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.notebook import plan_html
 from engine.plan.policy import Assignment, fall_back
@@ -28,6 +28,7 @@ from engine.plan.sizes import (
     logits_bytes,
     pad_batch,
     prefill_sizes,
+    process_bytes,
     restore_bytes,
     runtime_bytes,
     tokenizer_bytes,
@@ -386,12 +387,6 @@ def lay_out(asked: "Asked", assignment: Assignment) -> WeightLayout:
     )
 
 
-CUDA_PROCESS_BYTES = int(1.07 * GIB)
-CPU_PROCESS_BYTES = int(0.26 * GIB)
-"""Host memory of the process itself: interpreter, libraries, driver. Beside an H200 1.06 to 1.07
-GiB (docs/performance.md); on a CPU 0.25 to 0.26 beside cuts of three models."""
-
-
 @dataclass(frozen=True)
 class Asked:
     """What a plan is made from, resolved."""
@@ -412,10 +407,8 @@ class Asked:
     @cached_property
     def formats(self) -> TensorFormats:
         """The format of every tensor."""
-        own = self.spec.formats(self.dtype)
-        rounded = rounded_formats(self.config.model.quantize, self.spec, self.dtype)
-        every = {**own, **rounded, **self.tensor_formats}
-        return TensorFormats(FORMATS[self.dtype], every)
+        own = weight_formats(self.config.model.quantize, self.spec, self.dtype)
+        return TensorFormats(FORMATS[self.dtype], {**own, **self.tensor_formats})
 
     # What no placement changes is found once, for all plans that are made from this.
 
@@ -539,7 +532,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     assignment = fall_back(
         assignment, can_pin=facts.can_pin, can_uva=facts.can_uva, reason=facts.reason
     )
-    settings, size, quantize = config.engine, DTYPE_BYTES[dtype], config.model.quantize
+    settings, size = config.engine, DTYPE_BYTES[dtype]
     layout = lay_out(asked, assignment)
     slots, outer_slot, stage = _slots(layout, assignment, config, asked.formats)
     slot_bytes = {found.residence: found.count * found.num_bytes for found in slots}
@@ -619,7 +612,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         host_kv=host_kv,
         prefix_caching=config.kv.enable_prefix_caching,
         longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
-        quantize=None if quantize is None else described(quantize),
+        quantize=described(config.model.quantize),
         facts=facts,
     )
 
@@ -656,7 +649,7 @@ def _host_items(asked: Asked, tier: HostTierSizes, offloaded_bytes: int) -> dict
     if config.model.load_format != "dummy":
         items["load_staging"] = load_staging_bytes(spec.weight_bytes(), facts.num_threads)
     items["tokenizer"] = 0 if config.model.path is None else tokenizer_bytes(spec.vocab_size)
-    items["process"] = CPU_PROCESS_BYTES if facts.emulated else CUDA_PROCESS_BYTES
+    items["process"] = process_bytes(facts.kind)
     return items
 
 

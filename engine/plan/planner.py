@@ -12,7 +12,7 @@ from typing import Any
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import Format
-from engine.model.rounding import rounded_formats
+from engine.model.rounding import weight_formats
 from engine.model.spec import ModelSpec
 from engine.plan.advise import (
     LOSSLESS_WORDS,
@@ -391,7 +391,7 @@ def _ask(
         most = int(config.gpu.host_gib * GIB)
         facts = replace(facts, host_available_bytes=min(most, facts.host_available_bytes))
     dtype = resolve_dtype(config, spec, facts.kind, facts.compute_capability)
-    rounded_formats(config.model.quantize, spec, dtype)  # refuses what is quantised already
+    weight_formats(config.model.quantize, spec, dtype)  # refuses what is quantised already
     length = resolve_max_model_len(config, spec)
     asked = Asked(config, spec, facts, dtype, length, reference, tensor_formats, unpackable)
     chosen, notes = choose_fields(asked)

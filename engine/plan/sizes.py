@@ -654,6 +654,15 @@ def runtime_bytes(kind: str) -> int:
     return 0 if kind == "cpu" else 752 * MIB
 
 
+def process_bytes(kind: str) -> int:
+    """Host memory of the process itself: interpreter, libraries, driver.
+
+    Beside an H200 1.06 to 1.07 GiB (docs/performance.md); on a CPU 0.25 to 0.26 beside cuts of
+    three models.
+    """
+    return int((0.26 if kind == "cpu" else 1.07) * 2**30)
+
+
 def load_staging_bytes(num_bytes: int, num_threads: int) -> int:
     """Bytes of host buffers that checkpoint files are read through where not into place."""
     return min(num_threads, -(-num_bytes // RUN_BYTES)) * BUFFERS_PER_THREAD * PIECE_BYTES

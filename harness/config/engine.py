@@ -12,7 +12,7 @@ from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.formats import plain
-from engine.model.rounding import rounded_formats
+from engine.model.rounding import weight_formats
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.plan.policy import assign
 from harness.config.schema import RunConfig
@@ -245,7 +245,7 @@ def check_settings(config: RunConfig) -> None:
         return
     sizes = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
     asked = with_model(config, sizes)
-    rounded_formats(config.model.quantize, spec, spec.dtype)  # refuses what is quantised already
+    weight_formats(config.model.quantize, spec, spec.dtype)  # refuses what is quantised already
     resolve_max_model_len(asked, spec)
     # Only whether anything moves matters here, and that is the same in every dtype.
     assign(spec, config.offload, plain(resolve_dtype(asked, spec, "cuda")))

@@ -1,14 +1,17 @@
 """The metric table holds what runs produce, and nothing else lists metrics."""
 
 import ast
+import json
 import re
 from dataclasses import replace
-from typing import get_args
+from hashlib import sha256
+from typing import Any, get_args
 
 import pytest
 
 from engine.asked.config import EngineConfig, ModelConfig
-from harness.config.schema import LatencyScenario, ThroughputScenario
+from engine.asked.request import TokenEvent
+from harness.config.schema import LatencyScenario, QualityScenario, ThroughputScenario
 from harness.config.serve import Arrivals, Objectives, PeakSearch
 from harness.observe.probe import probe_link
 from harness.observe.student import t_table
@@ -16,6 +19,7 @@ from harness.observe.window import Span, Window, peak_metrics, window_metrics
 from harness.point.process import WorkerJob
 from harness.work.load import summarise_loads
 from harness.work.predicted import differences, predicted_times
+from harness.work.quality import Yardstick, measure_quality
 from harness.work.times import latency_pools
 from harness.worker import Work
 from reports.record.metrics import (
@@ -54,6 +58,45 @@ def engine_names(call: str) -> set[str]:
     """The names that the engine's sources give to phases or busy times."""
     text = "".join(path.read_text(encoding="utf-8") for path in python_files("engine"))
     return set(re.findall(rf'\.{call}\("(\w+)"', text))
+
+
+class Certain:
+    """An engine that finds every token of a prompt the most probable."""
+
+    def __init__(self) -> None:
+        self._events = list[TokenEvent]()
+
+    def tokenizer(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def add_request(self, prompt: list[int], _: object, name: str) -> None:
+        self._events = [
+            TokenEvent(
+                request_id=name,
+                token_id=0,
+                position=len(prompt),
+                finish_reason="length",
+                prompt_logprobs=[None, *({token: 0.0} for token in prompt[1:])],
+            )
+        ]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._events)
+
+    def step(self) -> list[TokenEvent]:
+        found, self._events = self._events, []
+        return found
+
+
+def quality_metrics() -> set[str]:
+    """What the part quality produces."""
+    llm: Any = Certain()
+    text = "one of two"
+    text_hash = sha256(json.dumps(list(text.encode())).encode()).hexdigest()
+    made = Yardstick(prompts=[[1, 2]], tokens=[[3, 4]], text_hash=text_hash)
+    found, _ = measure_quality(llm, QualityScenario(), text, made, on_progress=lambda *_: None)
+    assert set(found.values()) == {1.0, 2.0}
+    return set(found)
 
 
 def job(kind: str) -> WorkerJob:
@@ -97,6 +140,7 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         *summarise_loads(starts).metrics,
         *peak_metrics(rows),
         *window_metrics(Window(rows, span)),
+        *quality_metrics(),
         *FROM_THE_RUN,
     }
 
