@@ -217,9 +217,11 @@ def explained(error: ShortageError, planned: Planned) -> CapacityError:
     keeping = by_price([*ways_to_place(asked, planned), *_more_host_kv(asked, plan, planned)])
     ways = [*keeping, *_shorter(asked, planned, has_others=bool(keeping))]
     ways = ways or _of_settings([*limits(asked), *host_settings(asked, plan)], asked, planned)
+    context = context_of(ways)
+    rounded = rounded_rows(asked, planned, context)
     text = _shortage(plan, asked) + (_host_lack(asked, plan) if asked.config.planner.choose else "")
     last = "" if ways else _last_resort(asked, plan)
-    return _error(text, ways, plan, " ".join(filter(None, (last, error.also))))
+    return _error(text, ways, plan, " ".join(filter(None, (last, error.also))), rounded)
 
 
 def _host_explained(plan: MemoryPlan, asked: Asked, planned: Planned) -> CapacityError:
@@ -249,9 +251,11 @@ def _host_shortage(plan: MemoryPlan, asked: Asked) -> str:
     return text
 
 
-def _error(text: str, ways: Sequence[Way], plan: MemoryPlan, last: str) -> CapacityError:
+def _error(
+    text: str, ways: Sequence[Way], plan: MemoryPlan, last: str, more: Sequence[Row] = ()
+) -> CapacityError:
     context = context_of(ways)
-    rows = way_rows(ways, context, is_fix=True)
+    rows = [*way_rows(ways, context, is_fix=True), *more]
     lines = [text, *row_lines(rows), *_context_lines(context), *wrapped(last)]
     lines += labelled(
         "Budget", f"{gib(plan.gpu_budget_bytes)} of GPU memory: {_parts(_held(plan))}."
@@ -422,6 +426,27 @@ def better_ways(asked: Asked, plan: MemoryPlan, planned: Planned) -> list[Way]:
     return [way for way in by_price(found) if way.tokens_s(context) >= least_s]
 
 
+def rounded_rows(asked: Asked, planned: Planned, context: int | None) -> list[Row]:
+    """Return everything on the GPU in 4 bits, where that fits and nothing rules it out.
+
+    A row of its own, as its tokens are others: it is no fix, and never what is recommended.
+    """
+    config, spec = asked.config, asked.spec
+    is_set = config.engine.weight_format in {"lossless", "auto"} or config.model.quantize
+    if is_set or spec.quantization or asked.reference:
+        return []
+    model = replace(config.model, quantize="int4", keep_lossless=False)
+    offload = () if config.offload.backend == "none" else ("offload=none",)
+    rounded = replace(config, model=model, offload=OffloadConfig())
+    plan = planned(rounded)
+    if plan is None or off_gpu_bytes(plan):
+        return []
+    way = Way(settings=(), asked=replace(asked, config=rounded, tensor_formats={}), plan=plan)
+    settings = " ".join((*offload, "model.quantize=int4"))
+    effect = f"{way.effect()}, other tokens than {spec.dtype}'s"
+    return [("4-bit", settings, f"{rate(way.tokens_s(context))} tok/s", effect)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What is said of a plan that fits."""
@@ -437,7 +462,10 @@ def answer_of(asked: Asked, plan: MemoryPlan, planned: Planned) -> Answer:
     """Return what is said of a plan that fits."""
     ways = better_ways(asked, plan, planned)
     context = context_of([Way(settings=(), asked=asked, plan=plan), *ways])
-    rows = [*way_rows(ways, context, is_fix=False), *length_row(asked, planned)]
+    rows = way_rows(ways, context, is_fix=False)
+    if off_gpu_bytes(plan) or plan.formats.has_codes:  # plain weights do not fit the GPU
+        rows += rounded_rows(asked, planned, context)
+    rows += length_row(asked, planned)
     lines = (_fit_text(asked, plan), *row_lines(rows), *_context_lines(context))
     return Answer(plan=plan, lines=lines, ways=tuple(way.to_dict(context) for way in ways))
 

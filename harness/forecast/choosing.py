@@ -1,5 +1,6 @@
 """The page docs/choosing.md: what every model of conf/ needs on cards of usual sizes."""
 
+from dataclasses import replace
 from typing import Any, Final
 
 import yaml
@@ -11,7 +12,7 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
 from engine.plan.advise import lossless_resident, step_s
-from engine.plan.memory import DeviceFacts, MemoryPlan, build_plan, plan_fits
+from engine.plan.memory import Asked, DeviceFacts, MemoryPlan, build_plan, plan_fits
 from engine.plan.planner import asked_of, plan_memory
 from engine.plan.policy import assign_resident
 from engine.sealed import GIB
@@ -66,7 +67,8 @@ _FITS: Final = f"""\
 on the GPU in codes (`engine.weight_format=lossless`) and generates the same tokens. Each is
 followed by its decode rate in tokens/s at batch 1. If neither fits with one sequence, the cell
 shows what `offload=auto` moves to host memory ("GiB off") and its rate. Moved weights are
-lossless unless the cell says plain.
+lossless unless the cell says plain. Where plain weights do not fit, "4-bit" stands beside it if
+all weights fit rounded to 4 bits (`model.quantize=int4`), which generates other tokens.
 
 | model | {" | ".join(CARDS)} |
 {"|---" * (1 + len(CARDS))}|
@@ -228,7 +230,17 @@ def _where(spec: ModelSpec, gpu: GPUConfig) -> str:
     if chosen is not None:
         word = "" if chosen.formats.has_codes else "plain, "
         found = [f"{word}{_host(chosen)} GiB off {_tokens_s(chosen)}"]
+    if plans["plain"] is None and not spec.quantization:
+        found += _rounded(asked)
     return ", ".join(found) or "no"
+
+
+def _rounded(asked: Asked) -> list[str]:
+    """Return the rate of everything on the GPU in 4 bits, where that fits."""
+    model = replace(asked.config.model, quantize="int4")
+    rounded = replace(asked, config=replace(asked.config, model=model))
+    plan = build_plan(rounded, assign_resident(asked.spec))
+    return [f"4-bit {number(1 / step_s(plan, rounded))}"] if plan_fits(plan) else []
 
 
 def _advice_row(name: str) -> str:

@@ -115,6 +115,8 @@ PRESET_NUM: Final = 5
 
 WITHOUT_HOST_KV: Final = "kv=gpu, auto"
 """The row without a host tier of KV blocks, where one sequence would read some in place."""
+ROUNDED: Final = "4-bit, other tokens"
+"""The row of weights that are rounded, where plain ones do not fit."""
 FOR_QUEUE: Final = "auto (throughput)"
 """The row of what is best for a queue, where one is timed and another objective is set."""
 
@@ -139,9 +141,11 @@ class Row:
 
     @property
     def weights(self) -> str:
-        """What weights are kept in: checkpoint | lossless | mixed; empty where it does not fit."""
+        """What weights are kept in: checkpoint | lossless | mixed | int8 | int4; empty: no fit."""
         if self.plan is None:
             return ""
+        if self.plan.quantize is not None:
+            return self.plan.quantize.split()[0]
         return str((self.plan.weight_format or {"chosen": PLAIN})["chosen"])
 
     @property
@@ -300,6 +304,11 @@ def _rows(
         overrides = ("offload=none", "engine.weight_format=lossless")
         engine = replace(bare.engine, weight_format="lossless")
         yield _row(LOSSLESS, overrides, replace(bare, engine=engine), spec, facts)
+    is_open = base.engine.weight_format is None and base.model.quantize is None
+    if is_open and not (none.fits or spec.quantization):
+        model = replace(base.model, quantize="int4")
+        overrides = ("offload=none", "model.quantize=int4")
+        yield _row(ROUNDED, overrides, replace(bare, model=model), spec, facts)
     if base.offload.backend != "uva":
         yield _uva_row(bare, spec, facts, fits=none.fits)
     if base.offload.backend != "prefetch":

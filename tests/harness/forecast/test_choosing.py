@@ -37,12 +37,12 @@ def test_the_page_is_the_one_in_docs(
 
 def test_a_row_says_what_stays_on_each_card() -> None:
     cells = dict(zip(choosing.CARDS, card_row("olmo7b").strip("| ").split(" | ")[1:], strict=True))
-    assert re.fullmatch(r"lossless \d+\.\d", cells["rtx4080_16gb"])
+    assert re.fullmatch(r"lossless \d+\.\d, 4-bit \d+\.\d", cells["rtx4080_16gb"])
     for name in ("a100_80gb", "l4_24gb", "rtx4090_24gb"):
         found = re.fullmatch(r"plain (\d+\.\d), lossless (\d+\.\d)", cells[name])
         assert found is not None
         assert float(found[1]) < float(found[2])
-    assert re.fullmatch(r"3\.\d GiB off \d+\.\d", cells["rtx3060_12gb"])
+    assert re.fullmatch(r"3\.\d GiB off \d+\.\d, 4-bit \d+\.\d", cells["rtx3060_12gb"])
 
 
 def test_a_row_has_a_cell_for_each_size() -> None:

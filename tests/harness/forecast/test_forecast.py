@@ -93,9 +93,9 @@ def test_the_answer_comes_first_in_80_columns(composer: Composer) -> None:
     assert max(map(len, lines)) <= 80
     labels = [line.split("  ")[0] for line in lines if line[:1] not in {"", " "}]
     assert labels[0].startswith("olmo7b does not fit rtx4080_16gb: 2.45 GiB short (needs 2.00 GiB")
-    assert labels[2:7] == ["Best fix", "Next", "Simplest", "Budget", "Run it"]
+    assert labels[2:8] == ["Best fix", "Next", "Simplest", "4-bit", "Budget", "Run it"]
     assert lines[-1].endswith("plan.verbose=true shows every way.")
-    assert len(lines) < 20
+    assert len(lines) <= 21
 
 
 def test_a_row_and_the_advice_of_a_refusal_are_one_setting(composer: Composer) -> None:
@@ -126,9 +126,10 @@ def test_lossless_weights_are_recommended_where_nothing_moves_in_them(composer: 
     assert "weights: lossless (10.42 GiB, 0.767 of plain; engine.weight_format sets it)" in text
     assert "gpu=rtx4080_16gb engine.max_model_len=2048 engine.weight_format=lossless" in text
     values = [csv_row(found, row, "x") for row in found.rows]
-    assert [(row["offload"].split(",")[0], row["weight_format"]) for row in values[:4]] == [
+    assert [(row["offload"].split(",")[0], row["weight_format"]) for row in values[:5]] == [
         ("none", None),
         ("lossless", "lossless"),
+        ("4-bit", "int4"),
         ("uva", "checkpoint"),
         ("prefetch", "checkpoint"),
     ]
