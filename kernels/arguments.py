@@ -189,8 +189,22 @@ class TooManyEscapesError(ValueError):
 
 QUANTISED_KINDS: Final = ("uint4", "uint5", "uint6", "uint8", "float8_e4m3fn", "table4")
 """What the values of a quantised matrix are."""
+QUANTISED_ARRAYS: Final = (
+    *("values", "scale", "high", "zero", "low", "subscale", "sublow", "columns", "table"),
+)
+"""The tensors that keep a quantised matrix."""
+QUANTISED_ROWS: Final = 16
 QUANTISED_TILE: Final = 64
-"""Columns whose values lie side by side; the last ones of a row are filled up."""
+"""Rows and columns of a tile, whose values lie side by side; the last ones are filled up."""
+
+
+def filled_rows(num_rows: int) -> int:
+    """Return the rows of whole tiles that rows of a quantised matrix take.
+
+    Args:
+        num_rows: of the matrix.
+    """
+    return -(-num_rows // QUANTISED_ROWS) * QUANTISED_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,32 +217,49 @@ class Quantised:
 
     where what is None is left out. With scales of 16 bits every product of integers is exact.
 
+    Arrays lie in tiles of 16 rows and 64 columns, in the order in which the 32 lanes of
+    mma.m16n8k16 hold them. Filled up to whole tiles, an array has a shape as if it lay row after
+    row, but rows 16 * i to 16 * i + 15 are tile after tile of i, so that arrays are split and
+    joined at multiples of 16 rows.
+
+    In a tile, row 8 * u + g and column 32 * h + 16 * q + 8 * n + 2 * t + s belong to lane
+    4 * g + t. With b, the bits of a value above the low four:
+
+    - values of 8 bits: uint8 [2 (h), 32 (lane), 2 (u), 2 (q), 2 (n), 2 (s)];
+    - of fewer: uint8 [32 (lane), 2 (h), 2 (u), 2 (s), 2 (q)], the low four bits where n is 0 in the
+      low half of a byte, where n is 1 in the high one;
+    - bits above, b = 1: uint8 [32 (lane), 2 (s), 2 (h)], at bit 4 * u + 2 * q + n;
+    - b = 2: uint8 [32 (lane), 2 (h), 2 (s), 2 (u)], from bit 4 * q + 2 * n on.
+
+    What belongs to a group of columns (scale, zero, low, subscale, sublow) lies as [8 (g), 2 (u)]
+    for each group.
+
     Attributes:
         kind: one of QUANTISED_KINDS. Of table4, a value is the one that 4 bits choose in the table.
         dtype: of the weights once they are restored, and of the tokens of products.
+        num_rows: N.
         num_columns: K.
         group: columns of one scale, zero and low: 16, 32, a multiple of 64, or all K.
         subgroup: likewise of one subscale and sublow.
-        values: uint8 [N, bytes]. Of 8 bits: a byte for each column. Of fewer: in tiles of 64
-            columns, 32 bytes each; byte j has the low 4 bits of column j in its low half, of column
-            32 + j in its high half.
-        scale: [N, ceil(K / group)] float16, bfloat16 or float32.
-        offset: what is subtracted from every value where there is no zero.
-        high: uint8 [N, bytes], or None: of uint5 and uint6 the b = 1 or 2 bits above the low four.
-            In tiles of 64 columns, 8 * b bytes each; those of column j of half h are in byte
-            j % (8 * b), from bit 4 * h + b * (j // (8 * b)) on.
-        zero: uint8, of the shape of scale, or None.
+        values: uint8 [N, bytes], N filled up; 64 bytes a tile and row, or 32 of fewer than 8 bits.
+        scale: [N, ceil(K / group)] float16, bfloat16 or float32; N filled up.
+        offset: what is subtracted from every value where there is no zero; less than values can be.
+        high: uint8 [N, bytes], N filled up: of uint5 and uint6 the bits above the low four, 8 * b
+            bytes a tile and row; else None.
+        zero: uint8, of the shape of scale, less than values can be; or None.
         low: of the shape and dtype of scale, or None.
-        subscale: int8 [N, ceil(K / subgroup)], or None.
+        subscale: int8 [N, ceil(K / subgroup)], N filled up, or None.
         sublow: uint8, of the shape of subscale, or None.
         columns: int32 [K]: column k of the matrix is multiplied with input columns[k]; None: k.
         table: float32 [16] of table4, else None.
         scratch: [N, K] of the dtype, in which products of many tokens restore the matrix; others
             may share the memory, as work on one stream does. None: each call allocates.
+        launches: as that of Codes.
     """
 
     kind: str
     dtype: torch.dtype
+    num_rows: int
     num_columns: int
     group: int
     subgroup: int
@@ -243,11 +274,12 @@ class Quantised:
     columns: torch.Tensor | None = None
     table: torch.Tensor | None = None
     scratch: torch.Tensor | None = None
+    launches: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        return self.values.shape[0], self.num_columns
+        return self.num_rows, self.num_columns
 
     @property
     def bits(self) -> int:
@@ -265,18 +297,18 @@ class Quantised:
                     f"quantised.{part}: expected 16, 32, a multiple of {QUANTISED_TILE} or all "
                     f"{num_columns} columns, got {size}."
                 )
-        tiles = -(-num_columns // QUANTISED_TILE)
+        tiles, rows = -(-num_columns // QUANTISED_TILE), filled_rows(num_rows)
         row_bytes = tiles * QUANTISED_TILE * (8 if self.bits == 8 else 4) // 8
         groups, subgroups = -(-num_columns // self.group), -(-num_columns // self.subgroup)
         scale_dtype, byte = self.scale.dtype, torch.uint8
         wanted = {
-            "values": ((num_rows, row_bytes), byte),
-            "scale": ((num_rows, groups), scale_dtype),
-            "high": ((num_rows, tiles * 8 * (self.bits - 4)), byte),
-            "zero": ((num_rows, groups), byte),
-            "low": ((num_rows, groups), scale_dtype),
-            "subscale": ((num_rows, subgroups), torch.int8),
-            "sublow": ((num_rows, subgroups), byte),
+            "values": ((rows, row_bytes), byte),
+            "scale": ((rows, groups), scale_dtype),
+            "high": ((rows, tiles * 8 * (self.bits - 4)), byte),
+            "zero": ((rows, groups), byte),
+            "low": ((rows, groups), scale_dtype),
+            "subscale": ((rows, subgroups), torch.int8),
+            "sublow": ((rows, subgroups), byte),
             "columns": ((num_columns,), torch.int32),
             "table": ((16,), torch.float32),
             "scratch": ((num_rows, num_columns), self.dtype),
@@ -321,6 +353,45 @@ class Quantised:
         if memory.numel() < size:
             return self
         return replace(self, scratch=memory[:size].view(self.dtype).view(num_rows, num_columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a quantised matrix is kept: what its kernels are compiled for.
+
+    Attributes:
+        kind: that of Quantised.
+        scale_dtype: of its scales.
+        group: columns of a scale; 0: all.
+        subgroup: columns of a subscale; 0: all.
+        has: the names of those of zero, low, subscale and sublow that there are; offset where one
+            is subtracted.
+    """
+
+    kind: str
+    scale_dtype: torch.dtype
+    group: int
+    subgroup: int
+    has: frozenset[str]
+
+    @classmethod
+    def of(
+        cls, *, kind: str, scale_dtype: str, group: int, subgroup: int, offset: int, arrays: Any
+    ) -> "Stored":
+        """Return how matrices with these arrays are kept.
+
+        Args:
+            kind: that of Quantised.
+            scale_dtype: of its scales, by its name.
+            group: columns of a scale; 0: all.
+            subgroup: columns of a subscale; 0: all.
+            offset: that of Quantised.
+            arrays: the names of its optional arrays.
+        """
+        has = set(arrays) & {"zero", "low", "subscale", "sublow"}
+        if offset and "zero" not in has:
+            has.add("offset")
+        return cls(kind, getattr(torch, scale_dtype), group, subgroup, frozenset(has))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
@@ -34,6 +35,7 @@ from engine.model.schemes import (
     LINEAR,
     ROUNDED,
     TILE,
+    TILE_ROWS,
     Arrays,
     Scheme,
     arrays_of,
@@ -106,9 +108,9 @@ class Grouped(UnpackedFormat):
         return arrays_of(self.scheme, rows, columns)
 
     def views(self, tensor: ParamSpec | TensorSpec) -> tuple[View, ...]:
-        """List the tensors of kernels.arguments.Quantised."""
-        rows, columns = tensor.shape
-        arrays, tiles = self._arrays(tensor), -(-columns // TILE)
+        """List the tensors of kernels.arguments.Quantised, whose rows are filled up to tiles."""
+        arrays, columns = self._arrays(tensor), tensor.shape[1]
+        rows, tiles = -(-tensor.shape[0] // TILE_ROWS) * TILE_ROWS, -(-columns // TILE)
         groups = groups_of(self.scheme, columns)
         subgroups = -(-columns // (arrays.subgroup or columns))
         bits = {"uint8": 8, "float8_e4m3fn": 8, "uint5": 5, "uint6": 6}.get(arrays.kind, 4)
@@ -137,7 +139,17 @@ class Grouped(UnpackedFormat):
 
     def products(self, ops: Operators) -> Products:
         """Return those that restore weights as they are read."""
-        return Products.of(ops.quantised)
+        arrays = arrays_of(self.scheme, TILE_ROWS, TILE)
+        stored = ops.quantised.Stored.of(
+            kind=arrays.kind,
+            scale_dtype=self.scheme.scale_dtype,
+            group=self.scheme.group,
+            subgroup=arrays.subgroup,
+            offset=arrays.offset,
+            arrays=arrays.has,
+        )
+        found = Products.of(ops.quantised)
+        return found._replace(kernels_of=partial(found.kernels_of, stored=stored))
 
     def parameters(self, tensor: TensorSpec) -> tuple[ParamSpec, ...]:
         """List the arrays of a checkpoint that it is made from."""
@@ -189,12 +201,13 @@ class Grouped(UnpackedFormat):
         self, tensor: TensorSpec, views: Mapping[str, Any], ops: Operators, scratch: Any = None
     ) -> Any:
         """Return kernels.arguments.Quantised, restored in the scratch if it fits."""
-        arrays, columns = self._arrays(tensor), tensor.shape[1]
+        arrays, (rows, columns) = self._arrays(tensor), tensor.shape
         return ops.quantised.Quantised.of(
             views,
             scratch,
             kind=arrays.kind,
             dtype=self.dtype,
+            num_rows=rows,
             num_columns=columns,
             group=self.scheme.group or columns,
             subgroup=arrays.subgroup or columns,
@@ -384,7 +397,7 @@ def sources_of(scheme: Scheme, part: ParamSpec, row: int) -> Iterator[Source]:
     ending = module_of(part).rpartition(".")[2]
     heads = dict(zip(("q_proj", "k_proj"), scheme.heads, strict=True)).get(ending, 0)
     whole = Source(scheme, (rows, columns), stored, "", row, heads)
-    step = max(1, _BLOCK_ELEMENTS // columns)
+    step = max(1, _BLOCK_ELEMENTS // columns // TILE_ROWS) * TILE_ROWS
     if not (scheme.gguf_type or scheme.layout == ROUNDED) or heads or step >= rows:
         yield whole
         return
@@ -489,7 +502,7 @@ class Quantisation:
             if not any(schemes):
                 continue
             first = schemes[0]
-            if len({*schemes}) == 1 and first and (len(schemes) == 1 or not first.ordered):
+            if len({*schemes}) == 1 and first and (len(schemes) == 1 or _fit(tensor, first)):
                 found[tensor.name] = _format(first, dtype)
             else:
                 found[tensor.name] = Mixed(tuple(_format(scheme, dtype) for scheme in schemes))
@@ -521,6 +534,12 @@ class Quantisation:
             own = [name for name in names if found.scheme_of(name) == scheme]
             schemes.append((targets, _as_stored(scheme, own, stored)))
         return replace(found, schemes=tuple(schemes))
+
+
+def _fit(tensor: TensorSpec, scheme: Scheme) -> bool:
+    """Whether parts in one scheme can be one matrix: in one order of columns, of whole tiles."""
+    whole = scheme.layout == GGUF_ROWS or not any(p.shape[0] % TILE_ROWS for p in tensor.parts)
+    return whole and not scheme.ordered
 
 
 def _format(scheme: Scheme | None, dtype: str) -> ReadFormat:

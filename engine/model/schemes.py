@@ -5,7 +5,8 @@ from types import MappingProxyType
 from typing import Final
 
 TILE: Final = 64
-"""Columns whose values lie side by side; the last ones of a row are filled up."""
+TILE_ROWS: Final = 16
+"""Columns and rows whose values lie side by side; the last ones are filled up."""
 ELEMENT_BYTES: Final = MappingProxyType(
     {
         "int64": 8,

@@ -116,9 +116,10 @@ LOSSLESS_MOST_TFLOPS: Final = 593.0
 """bf16 products of that card (H200), as reached. What restoring carries goes with multiprocessors
 and their clock, which from an RTX 3060 to an H200 differ by no more than the root of this rate; a
 card with more tensor cores restores no faster (not measured on any but an H200)."""
-QUANTISED_MOST: Final = 4.0 / 3.0
+QUANTISED_MOST: Final = 1.9
 """Plain bytes that restoring quantised weights in registers carries, over the bytes of codes that
-restoring those carries at 16 tokens: as many weights a second. Not measured."""
+restoring those carries at 16 tokens: 2.4 and 2.0 for AWQ in float16 at 1 and 16 tokens, 1.8 and 1.5
+for int8, 1.7 and 1.7 for Q4_K (H200, products of Llama 2 7B, docs/quantised.md)."""
 RESTORE_SHARE: Final = 0.52
 """Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.18 TB/s; of each
 weight 1.5 bytes are read and 2 written."""

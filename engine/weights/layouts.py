@@ -12,9 +12,12 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.model.quantised import Source
-from engine.model.schemes import GGUF_NORM, GGUF_ROWS, GGUF_TYPES, ROUNDED, TILE
+from engine.model.schemes import GGUF_NORM, GGUF_ROWS, GGUF_TYPES, ROUNDED
+from kernels.ops import quantised
 
 Arrays = dict[str, torch.Tensor]
+WHOLE: Final = ("columns", "table")
+"""Arrays that all rows have in common."""
 NF4: Final = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -41,38 +44,26 @@ def make(
     Raises:
         CheckpointError: The arrays contradict each other.
     """
-    made = _MAKERS[source.scheme.layout](source, stored)
-    num_rows, row = source.shape[0], source.row
-    for name, values in made.items():
+    made, row = _MAKERS[source.scheme.layout](source, stored), source.row
+    for name, each in (in_tiles(made, source.scheme.bits) if "values" in made else made).items():
         view = views[source.prefix + name]
-        place = view if name in {"columns", "table"} else view[row : row + num_rows]
-        place.copy_(values, non_blocking=True)
+        place = view if name in WHOLE else view[row : row + len(each)]
+        place.copy_(each, non_blocking=True)
 
 
-def tiled(values_NK: torch.Tensor) -> torch.Tensor:
-    """Put values of at most 4 bits two into a byte, in tiles of 64 columns.
+def in_tiles(made: Mapping[str, torch.Tensor], bits: int) -> Arrays:
+    """Put arrays that lie row after row into the order of kernels.arguments.Quantised.
 
     Args:
-        values_NK: uint8.
-
-    Returns:
-        uint8 [N, K / 2], K rounded up to tiles.
+        made: Its arrays by name, [N, G]; `values` uint8 [N, K], of all bits.
+        bits: Of a value.
     """
-    rows, columns = values_NK.shape
-    if rest := -columns % TILE:
-        values_NK = torch.nn.functional.pad(values_NK, (0, rest))
-    halves = values_NK.reshape(rows, -1, 2, TILE // 2)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).view(rows, -1)
-
-
-def filled(values_NK: torch.Tensor) -> torch.Tensor:
-    """Fill rows of bytes up to tiles with zeros."""
-    rest = -values_NK.shape[1] % TILE
-    return torch.nn.functional.pad(values_NK, (0, rest)) if rest else values_NK
-
-
-def _in_bytes(values_NK: torch.Tensor, bits: int) -> torch.Tensor:
-    return filled(values_NK) if bits == 8 else tiled(values_NK)
+    values, high = quantised.pack(made["values"], bits)
+    found = {"values": values} | ({} if high is None else {"high": high})
+    for name, each in made.items():
+        if name != "values":
+            found[name] = each if name in WHOLE else quantised.pack_groups(each)
+    return found
 
 
 def split(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -99,15 +90,14 @@ def _awq(_: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
         return split(words, 4).index_select(-1, order).flatten(-2).T.contiguous()
 
     return {
-        "values": tiled(columns_of(stored["qweight"])),
+        "values": columns_of(stored["qweight"]),
         "zero": columns_of(stored["qzeros"]),
         "scale": stored["scales"].T,
     }
 
 
 def _gptq(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
-    scheme, columns = source.scheme, source.shape[1]
-    bits = scheme.bits
+    scheme, columns, bits = source.scheme, source.shape[1], source.scheme.bits
     values = split(stored["qweight"], bits)  # [K / n, N, n]
     values = values.permute(1, 0, 2).reshape(source.shape)
     zeros = split(stored["qzeros"], bits).flatten(-2).T  # [N, G]
@@ -119,10 +109,9 @@ def _gptq(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
     if not scheme.ordered:
         if not torch.equal(groups, in_order):
             raise _odd_groups(source, "config.json has desc_act=false: they follow each other")
-        return found | {"values": _in_bytes(values, bits)}
+        return found | {"values": values}
     places = _places(source, groups)
-    values = values.index_select(1, places)
-    return found | {"values": _in_bytes(values, bits), "columns": places.int()}
+    return found | {"values": values.index_select(1, places), "columns": places.int()}
 
 
 def _by_columns(each: torch.Tensor, source: Source) -> torch.Tensor:
@@ -150,7 +139,7 @@ def _packed(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
         places = _places(source, stored["weight_g_idx"].long())
         values = values.index_select(1, places)
         found["columns"] = places.int()
-    return found | {"values": _in_bytes(values, scheme.bits)}
+    return found | {"values": values}
 
 
 def _bytes(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
@@ -162,7 +151,7 @@ def _bytes(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
         if "weight_zero_point" in stored:
             zeros = stored["weight_zero_point"].view(torch.uint8) ^ 128
             found["zero"] = _by_columns(zeros, source)
-    return found | {"values": filled(values)}
+    return found | {"values": values}
 
 
 def _places(source: Source, groups: torch.Tensor) -> torch.Tensor:
@@ -206,7 +195,7 @@ def _nf4(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
         blocks = stored["weight.nested_absmax"].repeat_interleave(_NESTED_BLOCK)[: scale.numel()]
         scale = scale * blocks + offset
     values = torch.stack([raw >> 4, raw & 15], 2).view(rows, columns)
-    return {"values": tiled(values), "scale": scale.view(rows, -1), "table": table}
+    return {"values": values, "scale": scale.view(rows, -1), "table": table}
 
 
 def _rounded(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
@@ -234,7 +223,7 @@ def _rounded(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
     zero = (-low / step).round_().clamp_(max=most)
     values = groups.div_(step[..., None]).round_().add_(zero[..., None]).clamp_(0, most)
     return {
-        "values": _in_bytes(values.to(torch.uint8).view(rows, -1)[:, :columns], scheme.bits),
+        "values": values.to(torch.uint8).view(rows, -1)[:, :columns],
         "zero": zero.to(torch.uint8),
         "scale": scale,
     }
@@ -273,22 +262,6 @@ def _one_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
     return (blocks[:, :, start : start + 4, None] >> shifts & 1).flatten(2)
 
 
-def with_high(values_NK: torch.Tensor, bits: int) -> Arrays:
-    """Return values of 5 or 6 bits as kernels.arguments.Quantised keeps them.
-
-    Args:
-        values_NK: uint8, K a multiple of 32.
-        bits: of a value.
-    """
-    more, rows = bits - 4, values_NK.shape[0]
-    rest = -values_NK.shape[1] % TILE
-    high = torch.nn.functional.pad(values_NK >> 4, (0, rest)).view(rows, -1, 8 // more, 8 * more)
-    found = high[:, :, 0].clone()
-    for at in range(1, 8 // more):
-        found |= high[:, :, at] << more * at
-    return {"values": tiled(values_NK & 15), "high": found.view(rows, -1)}
-
-
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 8 scales and minima of 6 bits of each block of Q4_K and Q5_K, [N, B * 8]."""
     words = blocks[:, :, 4:16]
@@ -310,20 +283,21 @@ def _gguf(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
         shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
         values = torch.cat([low & 15, low >> 4], 3)  # [N, B, 2, 128]
         values = values | (high >> shifts & 3).flatten(3) << 4
-        return with_high(values.reshape(num_rows, -1), 6) | {
+        return {
+            "values": values.reshape(num_rows, -1),
             "scale": _halves(blocks, 208),
             "subscale": blocks[:, :, 192:208].contiguous().view(torch.int8).flatten(1),
         }
     found = {"scale": _halves(blocks, 0)}
     if word == "Q8_0":
-        return found | {"values": filled((blocks[:, :, 2:] ^ 128).flatten(1))}
+        return found | {"values": (blocks[:, :, 2:] ^ 128).flatten(1)}
     start = 2
     if word in {"Q4_1", "Q5_1"}:
         found["low"], start = -_halves(blocks, 2), 4
     if word in {"Q4_0", "Q4_1"}:
-        return found | {"values": tiled(_nibbles(blocks, start, 16).flatten(1))}
+        return found | {"values": _nibbles(blocks, start, 16).flatten(1)}
     values = _nibbles(blocks, start + 4, 16) | _one_bits(blocks, start) << 4
-    return found | with_high(values.flatten(1), 5)
+    return found | {"values": values.flatten(1)}
 
 
 def _k_quant(word: str, blocks: torch.Tensor) -> Arrays:
@@ -334,13 +308,13 @@ def _k_quant(word: str, blocks: torch.Tensor) -> Arrays:
         "subscale": scales.view(torch.int8),
         "sublow": lows,
     }
-    if word == "Q4_K":  # in the order of tiles already
-        return found | {"values": blocks[:, :, 16:].flatten(1)}
-    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
-    high = blocks[:, :, None, 16:48] >> shifts & 1  # [N, B, 8, 32]
-    low = blocks[:, :, 48:].reshape(*blocks.shape[:2], 4, 32)
-    values = torch.stack([low & 15, low >> 4], 3).flatten(2, 3) | high << 4
-    return found | with_high(values.reshape(blocks.shape[0], -1), 5)
+    start = 16 if word == "Q4_K" else 48
+    low = blocks[:, :, start:].reshape(*blocks.shape[:2], 4, 32)
+    values = torch.stack([low & 15, low >> 4], 3).flatten(2, 3)  # [N, B, 8, 32]
+    if word == "Q5_K":
+        shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
+        values = values | (blocks[:, :, None, 16:48] >> shifts & 1) << 4
+    return found | {"values": values.flatten(1)}
 
 
 _MAKERS: Final[Mapping[str, Callable[[Source, Mapping[str, torch.Tensor]], Arrays]]] = (

@@ -213,9 +213,13 @@ class Args(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bytes", "codes", "first")),
-        *((name, ctypes.c_void_p) for name in ("offsets", "table", "bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("offsets", "table", "values", "high", "scale")),
+        *((name, ctypes.c_void_p) for name in ("zero", "low", "subscale", "sublow", "numbers")),
+        *((name, ctypes.c_void_p) for name in ("bias", "out")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "inputs")),
-        *((name, ctypes.c_int) for name in ("x_stride", "weight_stride", "is_gelu")),
+        *((name, ctypes.c_int) for name in ("x_stride", "weight_stride", "is_gelu", "offset")),
+        *((name, ctypes.c_int) for name in ("group_units", "subgroup_units")),
+        *((name, ctypes.c_uint) for name in ("group_inverse", "subgroup_inverse")),
     )
 
 

@@ -1,7 +1,7 @@
-// Products of at most 64 tokens with a weight that is read once, in bf16, fp16 or lossless codes; rows
-// restored from codes. kernels/arguments.py says how codes are laid out, products.py which shape runs.
+// Products of at most 64 tokens with a weight that is read once, in bf16 or fp16, lossless codes or quantised; such weights
+// restored. kernels/arguments.py says how codes and quantised values are laid out, products.py which shape runs.
 //
-// Both kinds of weights pass the same registers in the same order, so their results have equal bits.
+// All kinds of weights pass the same registers in the same order, so their results have equal bits.
 // A source is compiled with KERNEL (the entry), THREADS and, where they apply, HALF (fp16) and HOPPER.
 
 typedef unsigned char u8;
@@ -17,12 +17,23 @@ struct Args {
   const u8* first;
   const int* offsets;
   const u16* table;
+  const u8* values;    // or quantised:
+  const u8* high;
+  const u8* scale;
+  const u8* zero;
+  const u8* low;
+  const u8* subscale;
+  const u8* sublow;
+  const float* numbers;  // those of TABLE4
   const u16* bias;     // may be null
   u16* out;            // [tokens, rows]
   int tokens, rows;    // rows of gates alone where there are gates and ups
   int inputs;
   int x_stride, weight_stride;  // elements
   int is_gelu;
+  int offset;
+  int group_units, subgroup_units;      // what 16 rows have of scales and subscales: of groups, or of steps with several
+  u32 group_inverse, subgroup_inverse;  // 2^31 over the steps of a group, rounded up
 };
 
 // ---- Instructions
@@ -42,6 +53,18 @@ template <int N> __device__ __forceinline__ void wait_copies() {
 __device__ __forceinline__ uint4 load16(u32 at) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+
+__device__ __forceinline__ u32 load2(u32 at) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+  return v;
+}
+
+__device__ __forceinline__ u32 load4(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
   return v;
 }
 
@@ -101,6 +124,47 @@ __device__ __forceinline__ u16 rounded(float v) {
   return h;
 }
 
+// Two numbers, the first one in the low half.
+__device__ __forceinline__ u32 rounded(float first, float second) {
+  u32 r;
+#ifdef HALF
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+#endif
+  return r;
+}
+
+// One of two float16.
+__device__ __forceinline__ float half_of(u32 pair, int second) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)(second ? pair >> 16 : pair)));
+  return f;
+}
+
+#define PAIRWISE(name, operation)                                                 \
+  __device__ __forceinline__ u32 name(u32 a, u32 b) {                             \
+    u32 r;                                                                        \
+    asm(operation " %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));                     \
+    return r;                                                                     \
+  }
+#define PAIRWISE_SUM(name, operation)                                             \
+  __device__ __forceinline__ u32 name(u32 a, u32 b, u32 c) {                      \
+    u32 r;                                                                        \
+    asm(operation " %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));         \
+    return r;                                                                     \
+  }
+PAIRWISE(subtract_halves, "sub.rn.f16x2")
+PAIRWISE(multiply_halves, "mul.rn.f16x2")
+PAIRWISE_SUM(multiply_add_halves, "fma.rn.f16x2")
+PAIRWISE_SUM(multiply_add_bf16, "fma.rn.bf16x2")
+
+template <u32 MASK> __device__ __forceinline__ u32 masked_or(u32 w, u32 others) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(w), "n"(MASK), "r"(others));
+  return r;
+}
+
 // Where 16 bytes of a row of 128 lie: eight rows of one chunk, and eight chunks of one row, are in different banks.
 __device__ __forceinline__ u32 swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
@@ -109,11 +173,7 @@ __device__ __forceinline__ u32 swizzled(int row, int chunk) { return row * 128 +
 __device__ __forceinline__ u32 swap_bytes(u32 w) { return __byte_perm(w, 0, 0x2301); }
 
 // Sign and mantissa of two weights, with their exponents added.
-__device__ __forceinline__ u32 merged(u32 w, u32 exponents) {
-  u32 r;
-  asm("lop3.b32 %0, %1, 0x807f807f, %2, 0xEA;" : "=r"(r) : "r"(w), "r"(exponents));
-  return r;
-}
+__device__ __forceinline__ u32 merged(u32 w, u32 exponents) { return masked_or<0x807f807f>(w, exponents); }
 
 __device__ __forceinline__ u32 escaped(u32 bytes, int half, const u16* table) {
   const u32 v = bytes >> (16 * half);
@@ -140,52 +200,301 @@ __device__ __forceinline__ void restore8(u32 b0, u32 b1, u32 codes, u32 low_row,
 constexpr u32 EXPONENT = 0x00800080u;  // 1 in the exponents of both halves
 
 // ---- The weights of one warp: tiles of 16 rows x 64 inputs, copied ahead into shared memory
+//
+// `copy` copies a step and goes on by `stride` of them; `load` gives the registers of two products, 32 inputs, and is
+// called for half 0 of a step before half 1. Beside<R> copies what R tiles have beside that. STEPS: multiplied between
+// two waits where tokens are few.
 
-template <bool CODES> struct Tile {
-  static constexpr int BYTES = CODES ? 1536 : 2048;
+template <int R> struct Nothing {
+  template <class TileOf> __device__ __forceinline__ void start(const Args& a, int steps, int step, int lane, TileOf tile_of) {}
+  __device__ __forceinline__ void copy(u32 to, int stride) {}
+};
+
+struct Plain {
+  static constexpr bool IS_RESTORED = false;
+  static constexpr int BYTES = 2048, STEPS = 1;
+  template <int R> using Beside = Nothing<R>;
+  const u8* from;
+
+  __device__ __forceinline__ void start(const Args& a, int tile, int steps, int step, int lane) {
+    from = (const u8*)(a.weight + (size_t)(tile * 16 + (lane >> 3)) * a.weight_stride + step * 64 + (lane & 7) * 8);
+  }
+
+  __device__ __forceinline__ void copy(const Args& a, u32 to, int stride, int lane) {
+#pragma unroll
+    for (int q = 0; q < 4; q++) copy16(to + swizzled(q * 4 + (lane >> 3), lane & 7), from + (size_t)q * 8 * a.weight_stride);
+    from += stride * 128;
+  }
+
+  __device__ __forceinline__ void load(u32 at, int half, int lane, u32* w0, u32* w1) {
+    load_matrices(w0, at + swizzled(lane & 15, half * 4 + (lane >> 4)));
+    load_matrices(w1, at + swizzled(lane & 15, half * 4 + 2 + (lane >> 4)));
+  }
+};
+
+struct Codes {
+  static constexpr bool IS_RESTORED = true;
+  static constexpr int BYTES = 1536, STEPS = 1;
+  template <int R> using Beside = Nothing<R>;
   const u8* from;
   const u8* from_codes;
   const u16* table;
   u32 low_row, high_row;
 
   __device__ __forceinline__ void start(const Args& a, int tile, int steps, int step, int lane) {
-    if (CODES) {
-      const size_t at = (size_t)tile * steps + step;
-      from = (const u8*)a.bytes + at * 1024 + lane * 16;
-      from_codes = (const u8*)a.codes + at * 512 + lane * 16;
-      low_row = a.first[tile * 16 + (lane >> 2)] * EXPONENT;
-      high_row = a.first[tile * 16 + 8 + (lane >> 2)] * EXPONENT;
-      table = a.table + a.offsets[tile];
-    } else {
-      from = (const u8*)(a.weight + (size_t)(tile * 16 + (lane >> 3)) * a.weight_stride + step * 64 + (lane & 7) * 8);
-    }
+    const size_t at = (size_t)tile * steps + step;
+    from = (const u8*)a.bytes + at * 1024 + lane * 16;
+    from_codes = (const u8*)a.codes + at * 512 + lane * 16;
+    low_row = a.first[tile * 16 + (lane >> 2)] * EXPONENT;
+    high_row = a.first[tile * 16 + 8 + (lane >> 2)] * EXPONENT;
+    table = a.table + a.offsets[tile];
   }
 
-  // Copy a step and go on by `stride` of them.
   __device__ __forceinline__ void copy(const Args& a, u32 to, int stride, int lane) {
-    if (CODES) {
-      copy16(to + lane * 16, from);
-      copy16(to + 512 + lane * 16, from + 512);
-      copy16(to + 1024 + lane * 16, from_codes);
-      from += stride * 1024;
-      from_codes += stride * 512;
-    } else {
+    copy16(to + lane * 16, from);
+    copy16(to + 512 + lane * 16, from + 512);
+    copy16(to + 1024 + lane * 16, from_codes);
+    from += stride * 1024;
+    from_codes += stride * 512;
+  }
+
+  __device__ __forceinline__ void load(u32 at, int half, int lane, u32* w0, u32* w1) {
+    const uint4 bytes = load16(at + half * 512 + lane * 16);
+    const uint2 codes = load8(at + 1024 + lane * 16 + half * 8);
+    restore8(bytes.x, bytes.y, codes.x, low_row, high_row, table, w0);
+    restore8(bytes.z, bytes.w, codes.y, low_row, high_row, table, w1);
+  }
+};
+
+enum { UINT4, UINT5, UINT6, UINT8, FLOAT8, TABLE4 };       // VALUES
+enum { IN_FLOAT16, IN_BFLOAT16, IN_FLOAT32 };              // SCALES
+enum { ZERO = 1, LOW = 2, SUBSCALE = 4, SUBLOW = 8, OFFSET = 16 };  // HAS
+constexpr u32 EVERY_STEP = 0x80000000u;
+
+// GROUP, SUBGROUP: columns of a scale and of a subscale; 64 where they are a multiple of it. A step is its values, and
+// what belongs to their groups. Letters are those of kernels.arguments.Quantised.
+//
+// A weight has the bits of float32 products rounded once. Where IN_PAIRS, two are computed at a time in 16 bits, in which
+// the value less its zero is exact, and the result is rounded once: its product with the scale is exact in float32 too.
+template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quantised {
+  static constexpr bool IS_RESTORED = true, IN_BYTES = VALUES == UINT8 || VALUES == FLOAT8;
+  static constexpr int VALUE_BYTES = IN_BYTES ? 1024 : 512;
+  static constexpr int HIGH_BYTES = VALUES == UINT5 ? 128 : VALUES == UINT6 ? 256 : 0;
+  static constexpr int SPAN_BYTES = 64 / GROUP * 16, SCALE_BYTES = SPAN_BYTES * (SCALES == IN_FLOAT32 ? 4 : 2), SUBSPAN_BYTES = 64 / SUBGROUP * 16;
+  static constexpr int AT_SCALE = VALUE_BYTES + HIGH_BYTES, AT_ZERO = AT_SCALE + SCALE_BYTES, AT_LOW = AT_ZERO + (HAS & ZERO ? SPAN_BYTES : 0);
+  static constexpr int AT_SUBSCALE = AT_LOW + (HAS & LOW ? SCALE_BYTES : 0), AT_SUBLOW = AT_SUBSCALE + (HAS & SUBSCALE ? SUBSPAN_BYTES : 0);
+  static constexpr int BYTES = AT_SUBLOW + (HAS & SUBLOW ? SUBSPAN_BYTES : 0);
+  static constexpr int STEPS = 2, PIECES = (BYTES - VALUE_BYTES) / 16;
+  static constexpr bool IS_EXACT = SCALES != IN_FLOAT32 && (VALUES != UINT8 || SCALES == IN_BFLOAT16 || !(HAS & SUBSCALE));
+#ifdef HALF
+  static constexpr bool IN_PAIRS = SCALES == IN_FLOAT16 && VALUES != TABLE4 && !(HAS & (LOW | SUBSCALE)), IN_BF16 = false;
+#else
+  static constexpr bool IN_PAIRS = (SCALES == IN_FLOAT16 ? VALUES <= UINT5 : SCALES == IN_BFLOAT16 && VALUES != TABLE4) && !(HAS & (LOW | SUBSCALE));
+  static constexpr bool IN_BF16 = IN_PAIRS;  // bytes by way of float16
+#endif
+  // Integers that nothing is subtracted from become float32 as they are: float16 that are not normal, times 2^24.
+  static constexpr bool IS_SMALL = VALUES <= UINT6 && !IN_PAIRS && !(HAS & (ZERO | OFFSET));
+  const u8* from;
+  u32 raw[4], high[2];                           // of a lane
+  u32 zeros[2], more_zeros[2];                   // of its rows g and g + 8, each twice
+  u32 scales[2], more_scales[2];                 // where IN_PAIRS, else:
+  float scale[2], low[2], sub[2], sublow[2];
+  float number;
+
+  __device__ __forceinline__ void start(const Args& a, int tile, int steps, int step, int lane) {
+    from = a.values + ((size_t)tile * steps + step) * VALUE_BYTES + lane * 16;
+    if (VALUES == TABLE4) number = a.numbers[lane & 15];
+    else if (VALUES != FLOAT8 && !(HAS & ZERO)) set_zeros(a.offset * 0x0101u);
+  }
+
+  __device__ __forceinline__ void copy(const Args& a, u32 to, int stride, int lane) {
+    copy16(to + lane * 16, from);
+    if (IN_BYTES) copy16(to + 512 + lane * 16, from + 512);
+    from += stride * VALUE_BYTES;
+  }
+
+  // What R tiles have beside the values, 16 bytes a lane.
+  template <int R> struct Beside {
+    static constexpr int PASSES = (R * PIECES + 31) / 32;
+    const u8* from[PASSES];
+    u32 unit[PASSES], inverse[PASSES], place[PASSES], step;
+
+    template <class TileOf> __device__ __forceinline__ void start(const Args& a, int steps, int first, int lane, TileOf tile_of) {
+      step = first;
 #pragma unroll
-      for (int q = 0; q < 4; q++) copy16(to + swizzled(q * 4 + (lane >> 3), lane & 7), from + (size_t)q * 8 * a.weight_stride);
-      from += stride * 128;
+      for (int p = 0; p < PASSES; p++) {
+        const int piece = p * 32 + lane, r = piece / PIECES, at = VALUE_BYTES + piece % PIECES * 16;
+        const size_t tile = tile_of(min(r, R - 1));
+        place[p] = r < R ? r * BYTES + at : 0;
+        auto of = [&](const u8* array, int begin, int bytes, int units, u32 over) {
+          if (at < begin) return;
+          from[p] = array + tile * units * bytes + (at - begin);
+          unit[p] = bytes;
+          inverse[p] = over;
+        };
+        of(HIGH_BYTES ? a.high : a.scale, VALUE_BYTES, HIGH_BYTES, steps, EVERY_STEP);
+        of(a.scale, AT_SCALE, SCALE_BYTES, a.group_units, a.group_inverse);
+        if (HAS & ZERO) of(a.zero, AT_ZERO, SPAN_BYTES, a.group_units, a.group_inverse);
+        if (HAS & LOW) of(a.low, AT_LOW, SCALE_BYTES, a.group_units, a.group_inverse);
+        if (HAS & SUBSCALE) of(a.subscale, AT_SUBSCALE, SUBSPAN_BYTES, a.subgroup_units, a.subgroup_inverse);
+        if (HAS & SUBLOW) of(a.sublow, AT_SUBLOW, SUBSPAN_BYTES, a.subgroup_units, a.subgroup_inverse);
+      }
+    }
+
+    __device__ __forceinline__ void copy(u32 to, int stride) {
+#pragma unroll
+      for (int p = 0; p < PASSES; p++)
+        if (place[p]) copy16(to + place[p], from[p] + __umulhi(2 * step, inverse[p]) * unit[p]);
+      step += stride;
+    }
+  };
+
+  // From the zeros of both rows, a byte each, what is subtracted from pairs of values as they are put into 16 bits.
+  __device__ __forceinline__ void set_zeros(u32 bytes) {
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      zeros[u] = __byte_perm(bytes, IN_BF16 && !IN_BYTES ? 0xc3c3c3c3u : 0x64646464u, u ? 0x4141 : 0x4040);  // -(128 + zero), 1024 + zero
+      if (VALUES == UINT4 && !IN_BF16) more_zeros[u] = subtract_halves(0x63806380u, zeros[u]);      // -(64 + zero)
     }
   }
 
-  // The registers of two products, 32 inputs.
-  __device__ __forceinline__ void load(u32 at, int half, int lane, u32* w0, u32* w1) const {
-    if (CODES) {
-      const uint4 bytes = load16(at + half * 512 + lane * 16);
-      const uint2 codes = load8(at + 1024 + lane * 16 + half * 8);
-      restore8(bytes.x, bytes.y, codes.x, low_row, high_row, table, w0);
-      restore8(bytes.z, bytes.w, codes.y, low_row, high_row, table, w1);
+  __device__ __forceinline__ float in_float(u32 pair, int u) const {
+    return SCALES == IN_FLOAT16 ? half_of(pair, u) : __uint_as_float(u ? pair & 0xffff0000u : pair << 16);
+  }
+
+  __device__ __forceinline__ void load_scales(u32 at, float* to) const {
+    if (SCALES == IN_FLOAT32) {
+      const uint2 both = load8(at);
+      to[0] = __uint_as_float(both.x);
+      to[1] = __uint_as_float(both.y);
     } else {
-      load_matrices(w0, at + swizzled(lane & 15, half * 4 + (lane >> 4)));
-      load_matrices(w1, at + swizzled(lane & 15, half * 4 + 2 + (lane >> 4)));
+      const u32 both = load4(at);
+      to[0] = in_float(both, 0);
+      to[1] = in_float(both, 1);
+    }
+  }
+
+  // What columns 16 * m to 16 * m + 15 of a step have in common, where it is not that of the columns before.
+  __device__ __forceinline__ void load_groups(u32 at, int m, int g) {
+    const int span = m / (GROUP / 16), subspan = m / (SUBGROUP / 16);
+    if (m % (GROUP / 16) == 0) {
+      const u32 from_scale = at + AT_SCALE + span * SCALE_BYTES / (64 / GROUP) + g * (SCALES == IN_FLOAT32 ? 8 : 4);
+      if (IN_PAIRS) {
+        const u32 both = load4(from_scale);
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+          if (IN_BF16 && SCALES == IN_FLOAT16) {  // 11 bits as a sum of 8 and 3
+            const float whole = half_of(both, u);
+            const u32 upper = __float_as_uint(whole) & 0xffff0000u;
+            const u32 rest = __float_as_uint(whole - __uint_as_float(upper)) | (upper & 0x80000000u);
+            scales[u] = __byte_perm(upper, 0, 0x3232);
+            more_scales[u] = __byte_perm(rest, 0, 0x3232);
+          } else {
+            scales[u] = __byte_perm(both, 0, u ? 0x3232 : 0x1010);
+          }
+        }
+      } else {
+        load_scales(from_scale, scale);
+        if (IS_SMALL) scale[0] *= 0x1p24f, scale[1] *= 0x1p24f;
+      }
+      if (HAS & ZERO) set_zeros(load2(at + AT_ZERO + span * 16 + g * 2));
+      if (HAS & LOW) load_scales(from_scale + AT_LOW - AT_SCALE, low);
+    }
+    if (m % (SUBGROUP / 16) == 0) {
+      if (HAS & SUBSCALE) {  // signed: 128 more in a byte
+        const u32 bytes = load2(at + AT_SUBSCALE + subspan * 16 + g * 2) ^ 0x8080u;
+        const u32 both = subtract_halves(__byte_perm(bytes, 0x64646464u, 0x4140), 0x64806480u);
+        sub[0] = half_of(both, 0);
+        sub[1] = half_of(both, 1);
+      }
+      if (HAS & SUBLOW) {
+        const u32 both = subtract_halves(__byte_perm(load2(at + AT_SUBLOW + subspan * 16 + g * 2), 0x64646464u, 0x4140), 0x64006400u);
+        sublow[0] = half_of(both, 0);
+        sublow[1] = half_of(both, 1);
+      }
+    }
+  }
+
+  // The values at n of a row's word less their zero, exact: in bfloat16 where IN_BF16 and not IN_BYTES, else in float16.
+  __device__ __forceinline__ u32 values_of(u32 word, int half, int q, int n, int u) const {
+    const int i = 2 * q + n;
+    if (VALUES == UINT4 && IS_SMALL) {
+      const u32 w = q ? word >> 8 : word;
+      return n ? w & 0x00f000f0u : w & 0x000f000fu;  // 16 times the value where n is 1
+    }
+    if (VALUES == UINT8) return subtract_halves(__byte_perm(word, 0x64646464u, n ? 0x4342 : 0x4140), zeros[u]);
+    if (VALUES == FLOAT8) {
+      u32 r;
+#if __CUDA_ARCH__ >= 890
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((u16)(n ? word >> 16 : word)));
+#else  // the bits of float16 but for the bias
+      const u32 wide = __byte_perm(word, 0, n ? 0x3424 : 0x1404);
+      r = multiply_halves(masked_or<0x80008000>(wide, (wide >> 1) & 0x3f803f80u), 0x5c005c00u);
+      if (((wide & 0x7f007f00u) + 0x01000100u) & 0x80008000u) {  // one is not a number
+        if ((wide & 0x7f00u) == 0x7f00u) r |= 0x7fffu;
+        if ((wide >> 16 & 0x7f00u) == 0x7f00u) r |= 0x7fff0000u;
+      }
+#endif
+      return r;
+    }
+    if (VALUES == UINT4 && !IN_BF16) {
+      const u32 w = q ? word >> 8 : word;
+      if (n) return multiply_add_halves(masked_or<0x00f000f0>(w, 0x64006400u), 0x2c002c00u, more_zeros[u]);  // (1024 + 16 * value) / 16
+      return subtract_halves(masked_or<0x000f000f>(w, 0x64006400u), zeros[u]);
+    }
+    u32 r = masked_or<0x000f000f>(word >> 4 * i, IS_SMALL ? 0 : IN_BF16 ? 0x43004300u : 0x64006400u);
+    if (VALUES == UINT5) {
+      const int bit = 8 * half + 4 * u + i;
+      r = masked_or<0x00100010>(bit < 4 ? high[0] << (4 - bit) : high[0] >> (bit - 4), r);
+    }
+    if (VALUES == UINT6) {
+      const int bit = 8 * u + 2 * i;
+      r = masked_or<0x00300030>(bit < 4 ? high[half] << (4 - bit) : high[half] >> (bit - 4), r);
+    }
+    if (IS_SMALL) return r;
+    return IN_BF16 ? multiply_add_bf16(r, 0x3f803f80u, zeros[u]) : subtract_halves(r, zeros[u]);
+  }
+
+  __device__ __forceinline__ float scaled(float value, float factor, float base) const {
+    if (!(HAS & LOW)) return __fmul_rn(value, factor);
+    return IS_EXACT ? __fmaf_rn(value, factor, -base) : __fsub_rn(__fmul_rn(value, factor), base);
+  }
+
+  __device__ __forceinline__ void load(u32 at, int half, int lane, u32* w0, u32* w1) {
+    if (IN_BYTES || half == 0) {
+      const uint4 v = load16(at + (IN_BYTES ? half * 512 : 0) + lane * 16);
+      raw[0] = v.x, raw[1] = v.y, raw[2] = v.z, raw[3] = v.w;
+    }
+    if (VALUES == UINT5 && half == 0) high[0] = load4(at + VALUE_BYTES + lane * 4);
+    if (VALUES == UINT6 && half == 0) {
+      const uint2 v = load8(at + VALUE_BYTES + lane * 8);
+      high[0] = v.x, high[1] = v.y;
+    }
+#pragma unroll
+    for (int q = 0; q < 2; q++) {
+      load_groups(at, 2 * half + q, lane >> 2);
+      u32* w = q ? w1 : w0;
+#pragma unroll
+      for (int u = 0; u < 2; u++) {
+        const u32 word = IN_BYTES ? raw[2 * u + q] : raw[2 * half + u];
+        const float factor = HAS & SUBSCALE ? __fmul_rn(scale[u], sub[u]) : scale[u], base = HAS & SUBLOW ? __fmul_rn(low[u], sublow[u]) : low[u];
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+          u32& r = w[u + 2 * n];
+          if (VALUES == TABLE4) {  // the lane whose number's low four bits are the value
+            const float first = __shfl_sync(0xffffffffu, number, word >> (8 * q + 4 * n)), second = __shfl_sync(0xffffffffu, number, word >> (8 * q + 4 * n + 16));
+            r = rounded(scaled(first, factor, base), scaled(second, factor, base));
+            continue;
+          }
+          const u32 values = values_of(word, half, q, n, u);
+          const float each = VALUES == UINT4 && IS_SMALL && n ? factor * 0x1p-4f : factor;
+          if (!IN_PAIRS) r = rounded(scaled(half_of(values, 0), each, base), scaled(half_of(values, 1), each, base));
+          else if (!IN_BF16) r = multiply_halves(values, scales[u]);
+          else if (IN_BYTES) r = multiply_add_bf16(rounded(half_of(values, 0), half_of(values, 1)), scales[u], 0x80008000u);
+          else if (SCALES == IN_BFLOAT16) r = multiply_add_bf16(values, scales[u], 0x80008000u);
+          else r = multiply_add_bf16(values, scales[u], multiply_add_bf16(values, more_scales[u], 0x80008000u));
+        }
+      }
     }
   }
 };
@@ -211,31 +520,34 @@ template <bool GATED> __device__ __forceinline__ void finish(const Args& a, floa
 
 // A warp multiplies R tiles of 16 rows (gates and ups in turn where GATED) by one of SPLITS shares of the inputs, which
 // are added up in order; ROWS warps have the same share, of whose tokens they copy a part each. NT: tiles of 8 tokens.
-// STAGES - 1 steps of 64 inputs are copied ahead.
-template <int NT, int SPLITS, int ROWS, int R, int STAGES, bool CODES, bool GATED> __device__ __forceinline__ void narrow(const Args& a) {
-  typedef Tile<CODES> Weight;
-  constexpr int X_BYTES = NT * 1024, STAGE_BYTES = ROWS * R * Weight::BYTES + X_BYTES, Q = GATED ? 2 : 1, WARP_TILES = R / Q;
+// Of STAGES steps of 64 inputs, STEPS are multiplied while the others are copied.
+template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GATED> __device__ __forceinline__ void narrow(const Args& a) {
+  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, STEPS = NT <= 2 ? Weight::STEPS : 1, AHEAD = STAGES - STEPS;
+  static_assert(STAGES % STEPS == 0 && AHEAD >= STEPS);
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
   const int lane = threadIdx.x & 31, split = (threadIdx.x >> 5) / ROWS, place = (threadIdx.x >> 5) % ROWS, g = lane >> 2, t = lane & 3;
   const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - split + SPLITS - 1) / SPLITS;
   const int first_tile = ((int)blockIdx.x * ROWS + place) * WARP_TILES;
-  const u32 base = shared_address(shared) + split * STAGES * STAGE_BYTES, mine = X_BYTES + place * R * Weight::BYTES;
+  const int x_rows = NT == 1 && STEPS > 1 ? a.tokens : NT * 8;
+  const u32 x_bytes = x_rows * 128, stage_bytes = ROWS * R * Weight::BYTES + x_bytes;
+  const u32 base = shared_address(shared) + split * STAGES * stage_bytes, mine = x_bytes + place * R * Weight::BYTES;
   auto meet = [&]() {  // warps with the same tokens
     if (ROWS == 1) __syncwarp();
     else asm volatile("bar.sync %0, %1;" ::"r"(split + 1), "n"(ROWS * 32) : "memory");
   };
 
   Weight weight[R];
+  typename Weight::template Beside<R> beside;
+  auto tile_of = [&](int r) { return min(first_tile + r / Q, tiles - 1) + (GATED && (r & 1) ? tiles : 0); };
 #pragma unroll
-  for (int r = 0; r < R; r++) {
-    const int tile = min(first_tile + r / Q, tiles - 1);
-    weight[r].start(a, GATED && (r & 1) ? tile + tiles : tile, all_steps, split, lane);
-  }
+  for (int r = 0; r < R; r++) weight[r].start(a, tile_of(r), all_steps, split, lane);
+  beside.start(a, all_steps, split, lane, tile_of);
   auto copy_weights = [&](int i) {
     if (i < steps) {
 #pragma unroll
-      for (int r = 0; r < R; r++) weight[r].copy(a, base + (i % STAGES) * STAGE_BYTES + mine + r * Weight::BYTES, SPLITS, lane);
+      for (int r = 0; r < R; r++) weight[r].copy(a, base + (i % STAGES) * stage_bytes + mine + r * Weight::BYTES, SPLITS, lane);
+      beside.copy(base + (i % STAGES) * stage_bytes + mine, SPLITS);
     }
   };
   const u16* from_x = a.x + (size_t)(lane >> 3) * a.x_stride + split * 64 + (lane & 7) * 8;
@@ -245,7 +557,7 @@ template <int NT, int SPLITS, int ROWS, int R, int STAGES, bool CODES, bool GATE
       for (int part = 0; part < (NT * 2 + ROWS - 1) / ROWS; part++) {
         const int q = part * ROWS + place, row = q * 4 + (lane >> 3);
         if (NT * 2 % ROWS && q >= NT * 2) continue;
-        if (row < a.tokens) copy16(base + (i % STAGES) * STAGE_BYTES + swizzled(row, lane & 7), from_x + (size_t)q * 4 * a.x_stride);
+        if (row < a.tokens) copy16(base + (i % STAGES) * stage_bytes + swizzled(row, lane & 7), from_x + (size_t)q * 4 * a.x_stride);
       }
       from_x += SPLITS * 64;
     }
@@ -260,60 +572,65 @@ template <int NT, int SPLITS, int ROWS, int R, int STAGES, bool CODES, bool GATE
       for (int i = 0; i < 4; i++) sums[r][n][i] = 0.f;
 
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) copy_weights(i);
+  for (int i = 0; i < AHEAD; i++) copy_weights(i);
   wait_for_earlier();
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) {
+  for (int i = 0; i < AHEAD; i++) {
     copy_tokens(i);
     commit();
   }
-  for (int i = 0; i < steps; i++) {
-    wait_copies<STAGES - 2>();
+  for (int i = 0; i < steps; i += STEPS) {
+    wait_copies<AHEAD - STEPS>();
     meet();
-    copy_weights(i + STAGES - 1);
-    copy_tokens(i + STAGES - 1);
-    commit();
-    const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + mine;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      u32 x[NT][4];
+    for (int s = 0; s < STEPS; s++) {
+      copy_weights(i + AHEAD + s);
+      copy_tokens(i + AHEAD + s);
+      commit();
+    }
 #pragma unroll
-      for (int n = 0; n < NT; n++) load_matrices(x[n], x_at + n * 1024 + swizzled(lane & 7, half * 4 + (lane >> 3)));
+    for (int s = 0; s < STEPS; s++) {
+      if (STEPS > 1 && i + s >= steps) break;
+      const u32 x_at = base + (i + s) % STAGES * stage_bytes, at = x_at + mine;
 #pragma unroll
-      for (int r = 0; r < R; r++) {
-        u32 w0[4], w1[4];
-        weight[r].load(at + r * Weight::BYTES, half, lane, w0, w1);
+      for (int half = 0; half < 2; half++) {
+        u32 x[NT][4];
 #pragma unroll
-        for (int n = 0; n < NT; n++) multiply(sums[r][n], w0, x[n][0], x[n][1]);
+        for (int n = 0; n < NT; n++) load_matrices(x[n], x_at + n * 1024 + swizzled(min(lane & 7, x_rows - 1), half * 4 + (lane >> 3)));
 #pragma unroll
-        for (int n = 0; n < NT; n++) multiply(sums[r][n], w1, x[n][2], x[n][3]);
+        for (int r = 0; r < R; r++) {
+          u32 w0[4], w1[4];
+          weight[r].load(at + r * Weight::BYTES, half, lane, w0, w1);
+#pragma unroll
+          for (int n = 0; n < NT; n++) multiply(sums[r][n], w0, x[n][0], x[n][1]);
+#pragma unroll
+          for (int n = 0; n < NT; n++) multiply(sums[r][n], w1, x[n][2], x[n][3]);
+        }
       }
     }
   }
   wait_copies<0>();
 
-  float* parts = (float*)shared;  // [ROWS][Q][SPLITS][tokens][16 rows, padded to 20]
+  float* parts = (float*)shared;  // [ROWS][WARP_TILES][Q][SPLITS][tokens][16 rows, padded to 20]
+  __syncthreads();
 #pragma unroll
-  for (int b = 0; b < WARP_TILES; b++) {
-    __syncthreads();
+  for (int r = 0; r < R; r++)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        parts[(((place * R + r) * SPLITS + split) * NT * 8 + n * 8 + t * 2 + (i & 1)) * 20 + g + (i >> 1) * 8] = sums[r][n][i];
+  __syncthreads();
+  constexpr int BLOCK_ROWS = ROWS * WARP_TILES * 16;
+  for (int e = threadIdx.x; e < a.tokens * BLOCK_ROWS; e += SPLITS * ROWS * 32) {
+    const int token = e / BLOCK_ROWS, from = e % BLOCK_ROWS / 16, row = (int)blockIdx.x * BLOCK_ROWS + e % BLOCK_ROWS;
+    if (row >= a.rows) continue;
+    float v[2] = {0.f, 0.f};
 #pragma unroll
     for (int q = 0; q < Q; q++)
 #pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          parts[(((place * Q + q) * SPLITS + split) * NT * 8 + n * 8 + t * 2 + (i & 1)) * 20 + g + (i >> 1) * 8] = sums[b * Q + q][n][i];
-    __syncthreads();
-    for (int e = threadIdx.x; e < NT * 128 * ROWS; e += SPLITS * ROWS * 32) {
-      const int from = e / (NT * 128), token = e % (NT * 128) >> 4, row = (((int)blockIdx.x * ROWS + from) * WARP_TILES + b) * 16 + (e & 15);
-      if (token >= a.tokens || row >= a.rows) continue;
-      float v[2] = {0.f, 0.f};
-#pragma unroll
-      for (int q = 0; q < Q; q++)
-#pragma unroll
-        for (int k = 0; k < SPLITS; k++) v[q] += parts[(((from * Q + q) * SPLITS + k) * NT * 8 + token) * 20 + (e & 15)];
-      finish<GATED>(a, v[0], v[1], token, row);
-    }
+      for (int k = 0; k < SPLITS; k++) v[q] += parts[(((from * Q + q) * SPLITS + k) * NT * 8 + token) * 20 + (e & 15)];
+    finish<GATED>(a, v[0], v[1], token, row);
   }
 }
 
@@ -339,11 +656,10 @@ __device__ __forceinline__ void multiply_group(float (&c)[32], u64 a, u64 b) {
 }
 
 // A group of four warps multiplies 64 rows (32 of gates and 32 of ups where GATED) by one of SPLITS shares of the inputs,
-// which are added up in order; ROWS groups have the same share. Codes are restored into registers, plain weights and 64
+// which are added up in order; ROWS groups have the same share. Weights are restored into registers, plain ones and 64
 // tokens are read in shared memory: the same products in the same order.
-template <int SPLITS, int ROWS, int STAGES, bool CODES, bool GATED> __device__ __forceinline__ void wide(const Args& a) {
-  typedef Tile<CODES> Weight;
-  constexpr int NT = 8, X_BYTES = NT * 1024, STAGE_BYTES = ROWS * 4 * Weight::BYTES + X_BYTES, Q = GATED ? 2 : 1, GROUP_ROWS = 64 / Q, THREADS_OF_SPLIT = ROWS * 128;
+template <int SPLITS, int ROWS, int STAGES, class Weight, bool GATED> __device__ __forceinline__ void wide(const Args& a) {
+  constexpr int NT = 8, X_BYTES = NT * 1024, STAGE_BYTES = (ROWS * 4 * Weight::BYTES + 1023) / 1024 * 1024 + X_BYTES, Q = GATED ? 2 : 1, GROUP_ROWS = 64 / Q, THREADS_OF_SPLIT = ROWS * 128;
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
   const int thread = threadIdx.x % THREADS_OF_SPLIT, split = threadIdx.x / THREADS_OF_SPLIT, place = thread >> 7;
@@ -353,9 +669,14 @@ template <int SPLITS, int ROWS, int STAGES, bool CODES, bool GATED> __device__ _
 
   Weight weight;
   const int tile = min(((int)blockIdx.x * ROWS + place) * (4 / Q) + (GATED ? warp & 1 : warp), tiles - 1);
-  weight.start(a, GATED && warp >= 2 ? tile + tiles : tile, all_steps, split, lane);
+  auto tile_of = [&](int) { return GATED && warp >= 2 ? tile + tiles : tile; };
+  typename Weight::template Beside<1> beside;
+  weight.start(a, tile_of(0), all_steps, split, lane);
+  beside.start(a, all_steps, split, lane, tile_of);
   auto copy_weights = [&](int i) {
-    if (i < steps) weight.copy(a, base + (i % STAGES) * STAGE_BYTES + mine, SPLITS, lane);
+    if (i >= steps) return;
+    weight.copy(a, base + (i % STAGES) * STAGE_BYTES + mine, SPLITS, lane);
+    beside.copy(base + (i % STAGES) * STAGE_BYTES + mine, SPLITS);
   };
   const u16* from_x = a.x + (size_t)(thread >> 3) * a.x_stride + split * 64 + (lane & 7) * 8;
   auto copy_tokens = [&](int i) {
@@ -389,7 +710,7 @@ template <int SPLITS, int ROWS, int STAGES, bool CODES, bool GATED> __device__ _
         wait_copies<STAGES - 2>();
         __syncwarp();
         const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + mine, group_at = x_at + X_BYTES + place * 4 * Weight::BYTES;
-        if (CODES) {  // beside the products of the step before
+        if (Weight::IS_RESTORED) {  // beside the products of the step before
           weight.load(at, 0, lane, w[p][0], w[p][1]);
           weight.load(at, 1, lane, w[p][2], w[p][3]);
         }
@@ -399,7 +720,7 @@ template <int SPLITS, int ROWS, int STAGES, bool CODES, bool GATED> __device__ _
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int m = 0; m < 4; m++) {
-          if (CODES) multiply_group(sums, w[p][m], descriptor(x_at + m * 32));
+          if (Weight::IS_RESTORED) multiply_group(sums, w[p][m], descriptor(x_at + m * 32));
           else multiply_group(sums, descriptor(group_at + m * 32), descriptor(x_at + m * 32));
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -438,43 +759,60 @@ template <int SPLITS, int ROWS, int STAGES, bool CODES, bool GATED> __device__ _
 // A warp: 16 rows x 256 inputs, written 512 bytes of a row at a time through shared memory. From the last row to the
 // first, which the product that follows reads first: what was written last is still in the cache. It neither starts
 // early nor lets the next kernel do so, which may read weights before it waits.
-__device__ __forceinline__ void restore(const Args& a) {
+template <class Weight> __device__ __forceinline__ void restore(const Args& a) {
   extern __shared__ __align__(1024) u8 shared[];
-  constexpr int ROW = 528;  // padded: rows of a tile start in different banks
+  constexpr int ROW = 528, COPIED = 4 * Weight::BYTES;  // padded: rows of a tile start in different banks
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int steps = a.inputs / 64, groups = (steps + 3) / 4, job = a.rows / 16 * groups - 1 - ((int)blockIdx.x * (THREADS / 32) + warp);
   const int tile = job / groups, first = job % groups * 4;
   if (job < 0) return;
-  uint4 bytes[4][2], codes[4];
+  u8* mine = shared + warp * (COPIED + 16 * ROW);
+  const u32 at = shared_address(mine);
+  Weight weight;
+  typename Weight::template Beside<1> beside;
+  weight.start(a, tile, steps, first, lane);
+  beside.start(a, steps, first, lane, [&](int) { return tile; });
 #pragma unroll
-  for (int u = 0; u < 4; u++) {
-    const size_t at = (size_t)tile * steps + min(first + u, steps - 1);
-    bytes[u][0] = __ldcs((const uint4*)(a.bytes + at * 256) + lane);
-    bytes[u][1] = __ldcs((const uint4*)(a.bytes + at * 256) + 32 + lane);
-    codes[u] = __ldcs((const uint4*)(a.codes + at * 128) + lane);
-  }
-  const u32 low = a.first[tile * 16 + g] * EXPONENT, high = a.first[tile * 16 + 8 + g] * EXPONENT;
-  const u16* table = a.table + a.offsets[tile];
-  u8* mine = shared + warp * 16 * ROW;
-#pragma unroll
-  for (int u = 0; u < 4; u++)
-#pragma unroll
-    for (int m = 0; m < 4; m++) {
-      const uint4 b = bytes[u][m / 2];
-      u32 w[4];
-      restore8(m & 1 ? b.z : b.x, m & 1 ? b.w : b.y, m == 0 ? codes[u].x : m == 1 ? codes[u].y : m == 2 ? codes[u].z : codes[u].w, low, high, table, w);
-      u8* to = mine + g * ROW + u * 128 + m * 32 + t * 4;
-      *(u32*)to = w[0];
-      *(u32*)(to + 16) = w[2];
-      *(u32*)(to + 8 * ROW) = w[1];
-      *(u32*)(to + 8 * ROW + 16) = w[3];
+  for (int i = 0; i < 4; i++) {
+    if (first + i < steps) {
+      weight.copy(a, at + i * Weight::BYTES, 1, lane);
+      beside.copy(at + i * Weight::BYTES, 1);
     }
+    commit();
+  }
+  auto restored = [&](int i) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 w[2][4];
+      weight.load(at + i * Weight::BYTES, half, lane, w[0], w[1]);
+#pragma unroll
+      for (int q = 0; q < 2; q++) {
+        u8* to = mine + COPIED + g * ROW + i * 128 + half * 64 + q * 32 + t * 4;
+        *(u32*)to = w[q][0];
+        *(u32*)(to + 16) = w[q][2];
+        *(u32*)(to + 8 * ROW) = w[q][1];
+        *(u32*)(to + 8 * ROW + 16) = w[q][3];
+      }
+    }
+  };
+  wait_copies<3>();
+  __syncwarp();
+  restored(0);
+  wait_copies<2>();
+  __syncwarp();
+  if (first + 1 < steps) restored(1);
+  wait_copies<1>();
+  __syncwarp();
+  if (first + 2 < steps) restored(2);
+  wait_copies<0>();
+  __syncwarp();
+  if (first + 3 < steps) restored(3);
   __syncwarp();
   const int column = first * 64 + lane * 8;
   if (column >= a.inputs) return;
 #pragma unroll
   for (int r = 0; r < 16; r++)
-    *(uint4*)(a.out + (size_t)(tile * 16 + r) * a.inputs + column) = *(const uint4*)(mine + r * ROW + lane * 16);
+    *(uint4*)(a.out + (size_t)(tile * 16 + r) * a.inputs + column) = *(const uint4*)(mine + COPIED + r * ROW + lane * 16);
 }
 
 // Single rows by their numbers, which are u64 [tokens] at `x`: a thread 2 columns of each quarter of 64.

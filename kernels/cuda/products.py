@@ -1,6 +1,6 @@
-"""Products of few tokens: one kernel with two loaders, plain weights and codes.
+"""Products of few tokens: one kernel with loaders for plain weights, codes and quantised ones.
 
-The order of the sums follows from the sizes and the card, never from the loader, so both give equal
+The order of the sums follows from the sizes and the card, never from the loader, so all give equal
 bits; nor does it change among 1 to 16 tokens, 17 to 32, or 33 to 64.
 """
 
@@ -10,12 +10,18 @@ from typing import Final
 
 import torch
 
-from kernels.arguments import Codes
+from kernels.arguments import Codes, Quantised
 from kernels.cuda.driver import HOPPER, Args, Kernel, capability, launch, max_shared_bytes
+from kernels.cuda.loaders import CODES, PLAIN, Loader, args_of, loader_of
 from kernels.sizes import LEAST_CAPABILITY, MAX_SMALL_TOKENS
 
 _LARGE_SHARED_BYTES = 200 * 1024
 """A block of eight warps has room for its copies ahead from here on."""
+_COPIED_BYTES = 20 * 1024
+"""Most shared memory of a share of the inputs of a quantised weight, for one token."""
+_LARGE_TILE_BYTES = 700
+"""Tiles of a quantised weight from which on a warp takes two; of smaller ones two warps share
+tokens."""
 _RESERVED_BYTES = 1024
 """Shared memory of a block that the driver keeps."""
 _MOST_WARPS = 24
@@ -64,7 +70,8 @@ class Tile:
             is theirs.
         sharing: warps or groups with other rows and the same share, whose tokens they copy once.
         rows: tiles of 16 rows of a warp, gates and ups counted apart; 1 where is_wide.
-        stages: steps of 64 inputs, one of which is multiplied while the others are copied.
+        stages: steps of 64 inputs, of which a loader's steps are multiplied while the others are
+            copied.
     """
 
     is_wide: bool
@@ -84,28 +91,32 @@ class Tile:
         """Rows of a block, gates and ups counted apart."""
         return self.sharing * (64 if self.is_wide else 16 * self.rows)
 
-    def shared_bytes(self, *, has_codes: bool, is_gated: bool) -> int:
+    def shared_bytes(self, loader: Loader, num_tokens: int = 8) -> int:
         """Return the shared memory of a block.
 
         Args:
-            has_codes: whether weights are codes.
-            is_gated: whether rows are gates and ups.
+            loader: of the weight.
+            num_tokens: tokens, whose rows alone a loader of several steps keeps where they are
+                fewer than a tile.
         """
-        tile = 1536 if has_codes else 2048
-        tiles = self.sharing * (4 if self.is_wide else self.rows)
-        copied = self.splits * self.stages * (tiles * tile + self.num_tiles * 1024)
-        row_sums = 68 if self.is_wide else (2 if is_gated else 1) * 20
+        step = self.sharing * (4 if self.is_wide else self.rows) * loader.tile_bytes
+        if self.is_wide:
+            step = -(-step // 1024) * 1024
+        is_few = self.num_tiles == 1 and loader.steps > 1
+        rows = num_tokens if is_few else 8 * self.num_tiles
+        copied = self.splits * self.stages * (step + rows * 128)
+        row_sums = 68 if self.is_wide else 20 * self.rows
         return max(copied, self.sharing * self.splits * self.num_tiles * 8 * row_sums * 4)
 
-    def kernel(self, *, has_codes: bool, is_gated: bool, is_half: bool) -> Kernel:
+    def kernel(self, loader: Loader, *, is_gated: bool, is_half: bool) -> Kernel:
         """Return the kernel of this shape.
 
         Args:
-            has_codes: whether weights are codes.
+            loader: of the weight.
             is_gated: whether rows are gates and ups.
             is_half: whether elements are float16.
         """
-        kinds = f"{self.stages}, {str(has_codes).lower()}, {str(is_gated).lower()}"
+        kinds = f"{self.stages}, {loader.expression}, {str(is_gated).lower()}"
         if self.is_wide:
             name = f"wide<{self.splits}, {self.sharing}, {kinds}>"
         else:
@@ -123,7 +134,9 @@ class Tile:
         return -(-num_rows // (self.num_rows // 2 if is_gated else self.num_rows))
 
 
-def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_codes: bool) -> Tile:
+def tile_of(
+    num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, loader: Loader = PLAIN
+) -> Tile:
     """Return the shape of a product of at most MAX_SMALL_TOKENS tokens.
 
     The order of sums follows from the tokens (to 16, to 32, more), the rows and the card. Of the
@@ -137,23 +150,23 @@ def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_c
         num_rows: rows of the weight, gates and ups counted apart.
         card: where it runs.
         is_gated: whether they are gates and ups.
-        has_codes: whether weights are codes.
+        loader: of the weight.
     """
     num_tiles = next(tiles for most, tiles in TOKEN_TILES.items() if num_tokens <= most)
     tiles = num_rows // 16
+    if loader.steps > 1 and num_tiles <= 2:
+        return _deep_tile(num_tiles, num_rows, card, is_gated=is_gated, loader=loader)
     is_wide = card.is_hopper and num_tiles == 8 and tiles > _FEW_TILES
     if is_wide:
         splits = 4 if tiles <= _SOME_TILES else 2
         shapes = [Tile(True, 8, splits, each, 1, n) for n in (4, 3) for each in (1, 2, 3)]
     else:
-        few, some = (500, 10**9) if num_tiles <= 2 else (_FEW_TILES, _SOME_TILES)
-        has_room = card.shared_bytes >= _LARGE_SHARED_BYTES
-        splits = 8 if tiles <= few and has_room else 4 if tiles <= some else 2
+        splits = _splits(num_tiles, tiles, card)
         ahead: tuple[int, ...] = (4, 3, 2)
         sharing = tuple(n for n in (1, 2) if n * splits >= 4)
         if num_tiles == 8:  # the kernel that follows starts early: few warps leave it registers
             sharing = sharing[:1]
-        elif has_codes and num_tiles == 4:
+        elif loader == CODES and num_tiles == 4:
             ahead, sharing = (3, 4, 5, 2), (*sharing, 4)
         shapes = [
             Tile(False, num_tiles, splits, each, rows, n)
@@ -163,7 +176,7 @@ def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_c
         ]
 
     def bytes_of(tile: Tile) -> int:
-        return tile.shared_bytes(has_codes=has_codes, is_gated=is_gated)
+        return tile.shared_bytes(loader)
 
     def cost(tile: Tile) -> tuple[int, int, int, int]:
         blocks = tile.num_blocks(num_rows // 2 if is_gated else num_rows, is_gated=is_gated)
@@ -182,23 +195,76 @@ def tile_of(num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, has_c
     return min((tile for tile in shapes if bytes_of(tile) <= card.shared_bytes), key=cost)
 
 
+def _splits(num_tiles: int, tiles: int, card: Card) -> int:
+    """Return the shares of the inputs of a product that is not wide.
+
+    Args:
+        num_tiles: of 8 tokens.
+        tiles: of 16 rows.
+        card: where it runs.
+    """
+    few, some = (500, 10**9) if num_tiles <= 2 else (_FEW_TILES, _SOME_TILES)
+    has_room = card.shared_bytes >= _LARGE_SHARED_BYTES
+    return 8 if tiles <= few and has_room else 4 if tiles <= some else 2
+
+
+def _deep_tile(
+    num_tiles: int, num_rows: int, card: Card, *, is_gated: bool, loader: Loader
+) -> Tile:
+    """Return the shape of a product of at most 16 tokens with a quantised weight.
+
+    Such weights are small: as many steps are copied ahead as there is room for, so that they arrive
+    while earlier kernels run. Few rows are left to each block where blocks are few.
+
+    Args:
+        num_tiles: of 8 tokens.
+        num_rows: as tile_of's.
+        card: as tile_of's.
+        is_gated: as tile_of's.
+        loader: as tile_of's.
+    """
+    splits, result_rows = _splits(num_tiles, num_rows // 16, card), num_rows
+    if is_gated:
+        shapes, result_rows = [(2, 2), (1, 2)], num_rows // 2
+    else:
+        shapes = [(2, 1) if loader.tile_bytes < _LARGE_TILE_BYTES else (1, 2), (1, 1)]
+
+    def tile_of_shape(sharing: int, rows: int) -> Tile:
+        tiles = [Tile(False, num_tiles, splits, sharing, rows, n) for n in (12, 8, 6, 4)]
+        return next(
+            (
+                tile
+                for tile in tiles
+                if tile.shared_bytes(loader, 1) <= splits * _COPIED_BYTES
+                and tile.shared_bytes(loader) <= card.shared_bytes
+            ),
+            tiles[-1],
+        )
+
+    def rows_of_busiest(tile: Tile) -> int:
+        blocks = tile.num_blocks(result_rows, is_gated=is_gated)
+        return -(-blocks // card.multiprocessors) * tile.num_rows
+
+    return min((tile_of_shape(*shape) for shape in shapes), key=rows_of_busiest)
+
+
 @functools.cache
 def launch_shape(
     num_tokens: int,
     num_rows: int,
     device: torch.device,
     is_gated: bool,
-    has_codes: bool,
+    loader: Loader,
     is_half: bool,
 ) -> tuple[Kernel, int, int]:
     """Return the kernel of a product on a device, its blocks and the shared memory of each."""
     properties = torch.cuda.get_device_properties(device)
     is_hopper = capability(device)[0] == HOPPER
     card = Card(properties.multi_processor_count, max_shared_bytes(device), is_hopper)
-    tile = tile_of(num_tokens, num_rows, card, is_gated=is_gated, has_codes=has_codes)
-    kernel = tile.kernel(has_codes=has_codes, is_gated=is_gated, is_half=is_half)
+    tile = tile_of(num_tokens, num_rows, card, is_gated=is_gated, loader=loader)
+    kernel = tile.kernel(loader, is_gated=is_gated, is_half=is_half)
     blocks = tile.num_blocks(num_rows // 2 if is_gated else num_rows, is_gated=is_gated)
-    return kernel, blocks, tile.shared_bytes(has_codes=has_codes, is_gated=is_gated)
+    return kernel, blocks, tile.shared_bytes(loader, num_tokens)
 
 
 def kernels_of(
@@ -207,8 +273,8 @@ def kernels_of(
     device: torch.device,
     *,
     is_gated: bool,
-    has_codes: bool,
     max_tokens: int,
+    loader: Loader = PLAIN,
 ) -> set[Kernel]:
     """Return the kernels that `linear` launches with a weight, so that they can be compiled before.
 
@@ -217,21 +283,28 @@ def kernels_of(
         dtype: of the tokens.
         device: where they run.
         is_gated: whether its rows are gates and then as many ups.
-        has_codes: whether it is in codes.
         max_tokens: of a product.
+        loader: of the weight.
     """
     num_rows, size_in = shape
-    if dtype == torch.float32 or not _fills_tiles(num_rows, size_in, device, is_gated=is_gated):
+    if dtype == torch.float32 or not fills_tiles(num_rows, size_in, device, is_gated=is_gated):
         return set()
     is_half = dtype == torch.float16
     counts = [most for most in TOKEN_TILES if most < max_tokens]
     counts.append(min(max_tokens, MAX_SMALL_TOKENS))
-    shapes = (launch_shape(n, num_rows, device, is_gated, has_codes, is_half) for n in counts)
+    shapes = (launch_shape(n, num_rows, device, is_gated, loader, is_half) for n in counts)
     return {kernel for kernel, *_ in shapes}
 
 
-def _fills_tiles(num_rows: int, size_in: int, device: torch.device, *, is_gated: bool) -> bool:
-    """Whether a weight fills the tiles, on a card that has what the kernels need."""
+def fills_tiles(num_rows: int, size_in: int, device: torch.device, *, is_gated: bool) -> bool:
+    """Whether a weight fills the tiles, on a card that has what the kernels need.
+
+    Args:
+        num_rows: of the weight.
+        size_in: its columns.
+        device: where it lies.
+        is_gated: whether its rows are gates and ups.
+    """
     return (
         capability(device) >= LEAST_CAPABILITY
         and num_rows % (32 if is_gated else 16) == 0
@@ -249,7 +322,7 @@ def can_run(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool) -> bool:
     """
     num_rows, size_in = weight.shape
     return (
-        _fills_tiles(num_rows, size_in, x.device, is_gated=is_gated)
+        fills_tiles(num_rows, size_in, x.device, is_gated=is_gated)
         and weight.stride(0) % 8 == 0
         and weight.data_ptr() % 16 == 0
     )
@@ -257,7 +330,7 @@ def can_run(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool) -> bool:
 
 def linear(
     x_TK: torch.Tensor,
-    weight: torch.Tensor | Codes,
+    weight: torch.Tensor | Codes | Quantised,
     bias: torch.Tensor | None,
     *,
     is_gated: bool = False,
@@ -267,8 +340,8 @@ def linear(
 
     Args:
         x_TK: [T, K] bfloat16 or float16.
-        weight: [N, K] for which can_run holds, of the same dtype; or codes of bfloat16. Also over
-            pinned host memory.
+        weight: [N, K] for which can_run holds, of the same dtype; or codes of bfloat16; or
+            quantised, for which fills_tiles holds. Also over pinned host memory.
         bias: [N] or None.
         is_gated: its rows are gates and then as many ups; return silu(gate) * up.
         is_gelu: of a gated product, gelu(gate) * up instead.
@@ -281,33 +354,20 @@ def linear(
         raise ValueError(f"linear.x: expected {MAX_SMALL_TOKENS} tokens at most, got {num_tokens}")
     if x_TK.stride(0) % 8 or x_TK.stride(1) != 1 or x_TK.data_ptr() % 16:
         x_TK = x_TK.clone(memory_format=torch.contiguous_format)
-    device, has_codes = x_TK.device, isinstance(weight, Codes)
+    device, loader = x_TK.device, PLAIN
     num_rows = weight.shape[0]
     size_out = num_rows // 2 if is_gated else num_rows
     out = torch.empty((num_tokens, size_out), dtype=x_TK.dtype, device=device)
-    if isinstance(weight, Codes):
-        args = weight.launches.get("product")
-        if args is None:
-            args = weight.launches["product"] = Args(inputs=size_in)
-            set_codes(args, weight)
-    else:
+    if isinstance(weight, torch.Tensor):
         args = Args(weight=weight.data_ptr(), weight_stride=weight.stride(0), inputs=size_in)
+    elif isinstance(weight, Codes):
+        loader, args = CODES, args_of(weight, "product")
+    else:
+        loader, args = loader_of(weight), args_of(weight, "product")
     args.x, args.x_stride, args.tokens = x_TK.data_ptr(), x_TK.stride(0), num_tokens
     args.out, args.rows, args.is_gelu = out.data_ptr(), size_out, is_gelu
     args.bias = None if bias is None else bias.data_ptr()
     is_half = x_TK.dtype == torch.float16
-    shape = launch_shape(num_tokens, num_rows, device, is_gated, has_codes, is_half)
+    shape = launch_shape(num_tokens, num_rows, device, is_gated, loader, is_half)
     launch(*shape, args, device)
     return out
-
-
-def set_codes(args: Args, codes: Codes) -> None:
-    """Point a kernel's argument to codes.
-
-    Args:
-        args: written.
-        codes: on the device, or over pinned host memory.
-    """
-    args.bytes, args.codes = codes.bytes.data_ptr(), codes.codes.data_ptr()
-    args.first, args.offsets = codes.first.data_ptr(), codes.offsets.data_ptr()
-    args.table = codes.table.data_ptr()

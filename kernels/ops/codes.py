@@ -73,7 +73,7 @@ def restore(codes: Codes, out: torch.Tensor | None = None) -> torch.Tensor:
     if rest := out.data_ptr() % 16:
         raise KernelArgumentError("restore.out", "memory at a multiple of 16", f"{rest} more")
     if out.is_cuda:
-        from kernels.cuda import codes as cuda
+        from kernels.cuda import restore as cuda
 
         cuda.restore(codes, out)
         return out
@@ -174,14 +174,14 @@ def kernels_of(
         is_gated: as there.
         max_tokens: as there.
     """
-    found = plain.kernels_of(
-        shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens, has_codes=True
-    )
-    if device.type != "cuda" or max_tokens <= MAX_SMALL_TOKENS:
-        return found
-    from kernels.cuda.codes import RESTORE
+    if device.type != "cuda":
+        return set()
+    from kernels.cuda import restore as cuda
+    from kernels.cuda.loaders import CODES
+    from kernels.cuda.products import kernels_of
 
-    return found | {RESTORE}
+    found = kernels_of(shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens, loader=CODES)
+    return found | ({cuda.restore_kernel(CODES)} if max_tokens > MAX_SMALL_TOKENS else set())
 
 
 def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> torch.Tensor:
@@ -197,7 +197,7 @@ def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> 
     """
     check_tensor("embedding.ids", ids_T, (None,), torch.int64, codes.bytes.device)
     if ids_T.is_cuda and ids_T.numel():
-        from kernels.cuda import codes as cuda
+        from kernels.cuda import restore as cuda
 
         rows: torch.Tensor = cuda.rows(codes, ids_T)
         return rows if scale is None else rows.mul_(torch.tensor(scale, dtype=rows.dtype).item())
@@ -217,7 +217,7 @@ def _gated(
 
 def _restored(codes: Codes) -> torch.Tensor:
     """Return the matrix of codes on a GPU, in their scratch if there is one."""
-    from kernels.cuda import codes as cuda
+    from kernels.cuda import restore as cuda
 
     if codes.scratch is None:
         return restore(codes)

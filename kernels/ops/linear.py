@@ -111,7 +111,6 @@ def kernels_of(
     *,
     is_gated: bool,
     max_tokens: int,
-    has_codes: bool = False,
 ) -> set[Any]:
     """Return the CUDA kernels that products with a weight launch, to be compiled before.
 
@@ -121,15 +120,12 @@ def kernels_of(
         device: where they run; on a CPU there are none.
         is_gated: whether rows are gates and then as many ups.
         max_tokens: of a product.
-        has_codes: whether the weight is in codes.
     """
     if device.type != "cuda":
         return set()
     from kernels.cuda.products import kernels_of
 
-    return kernels_of(
-        shape, dtype, device, is_gated=is_gated, has_codes=has_codes, max_tokens=max_tokens
-    )
+    return kernels_of(shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens)
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.arguments import DecodeWorkspace, Joined, Quantised
+from kernels.arguments import DecodeWorkspace, Joined, Quantised, Stored
 from kernels.ops import linear as plain
 from kernels.ops.checks import KernelArgumentError, check_tensor
 from kernels.ref import quantised as ref
@@ -15,6 +15,31 @@ from kernels.sizes import MAX_SMALL_TOKENS
 
 # Triton is imported by the first call on a GPU: machines without one need not have it.
 # ruff: noqa: PLC0415
+
+
+def pack(values_NK: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return values in the order of kernels.arguments.Quantised.
+
+    Args:
+        values_NK: uint8, each less than 2 ** bits.
+        bits: 4, 5, 6 or 8.
+
+    Returns:
+        Its arrays values and high; None: there are no bits above the low four, or all lie together.
+    """
+    return ref.pack(values_NK, bits)
+
+
+def pack_groups(each_NG: torch.Tensor) -> torch.Tensor:
+    """Return what belongs to groups of columns in the order of kernels.arguments.Quantised.
+
+    Args:
+        each_NG: of every row its groups; any dtype.
+
+    Returns:
+        Its array [N, G], N filled up to whole tiles with zeros.
+    """
+    return ref.pack_groups(each_NG)
 
 
 def restore(weight: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -33,12 +58,17 @@ def restore(weight: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
     check_tensor("restore.out", out, weight.shape, weight.dtype, device)
     if not out.is_contiguous():
         raise KernelArgumentError("restore.out", "a contiguous tensor", f"strides {out.stride()}")
-    if out.is_cuda:
+    if not out.is_cuda:
+        return ref.restore(weight, out)
+    if _fills_tiles(weight) and out.data_ptr() % 16 == 0:
+        from kernels.cuda import restore as cuda
+
+        cuda.restore(weight, out)
+    else:
         from kernels.triton import quantised
 
         quantised.restore(weight, out)
-        return out
-    return ref.restore(weight, out)
+    return out
 
 
 def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
@@ -70,7 +100,9 @@ def linear(
 
     On a GPU at most MAX_SMALL_TOKENS tokens in bfloat16 or float16 restore the weight in registers;
     others restore it whole, into its scratch or a new tensor, before a product of torch. Which one
-    runs, and so the result, never depends on where the weight lies.
+    runs, and so the result, never depends on where the weight lies. Where the weight fills tiles of
+    16 rows (of gates, of ups) and 64 inputs, on a card of compute capability 8.0 or more, the
+    result is that of kernels.ops.linear over the restored weight, in every bit.
 
     Args:
         x: [..., K], in the dtype of the weight.
@@ -94,9 +126,13 @@ def linear(
         x = x.index_select(-1, weight.columns)
     if not _is_small(x):
         return plain.linear(x, _restored(weight), bias)
+    inputs = x.reshape(-1, x.shape[-1])
+    if _fills_tiles(weight):
+        from kernels.cuda import products
+
+        return products.linear(inputs, weight, bias).view(*x.shape[:-1], -1)
     from kernels.triton import quantised
 
-    inputs = x.reshape(-1, x.shape[-1])
     counters = None if workspace is None else workspace.counters
     return quantised.linear(inputs, weight, bias, counters).view(*x.shape[:-1], -1)
 
@@ -148,12 +184,42 @@ def embedding(ids_T: torch.Tensor, weight: Quantised, scale: float | None = None
     return found if scale is None else found.mul_(torch.tensor(scale, dtype=found.dtype).item())
 
 
-def kernels_of(*_: Any, **__: Any) -> set[Any]:
-    """Return the CUDA kernels to compile ahead: none, Triton compiles them when they are first run.
+def kernels_of(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_gated: bool,
+    max_tokens: int,
+    stored: Stored | None = None,
+) -> set[Any]:
+    """Return the CUDA kernels that products launch, as that of kernels.ops.linear.
 
-    Signature as in kernels.ops.linear.
+    Triton compiles others when they are first run.
+
+    Args:
+        shape: [N, K] of the matrix.
+        dtype: of the tokens.
+        device: as there.
+        is_gated: as there.
+        max_tokens: as there.
+        stored: how the matrix is kept; None: in several ways, whose kernels are not known here.
     """
-    return set()
+    if device.type != "cuda" or stored is None:
+        return set()
+    from kernels.cuda import restore as cuda
+    from kernels.cuda.loaders import quantised
+    from kernels.cuda.products import kernels_of
+
+    num_columns = shape[1]
+    group, subgroup = stored.group or num_columns, stored.subgroup or num_columns
+    loader = quantised(stored.kind, stored.scale_dtype, group, subgroup, stored.has)
+    found = kernels_of(
+        shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens, loader=loader
+    )
+    if found and max_tokens > MAX_SMALL_TOKENS:
+        found.add(cuda.restore_kernel(loader, is_half=dtype == torch.float16))
+    return found
 
 
 def _gated(
@@ -163,11 +229,16 @@ def _gated(
     if weight.shape[0] % 2:
         raise KernelArgumentError(f"{name}.weight", "an even number of rows", f"{weight.shape[0]}")
     if isinstance(weight, Quantised) and x.is_cuda and _is_small(x):
-        from kernels.triton import quantised
-
         inputs = x.reshape(-1, x.shape[-1])
         if weight.columns is not None:
             inputs = inputs.index_select(-1, weight.columns)
+        if _fills_tiles(weight, is_gated=True):
+            from kernels.cuda import products
+
+            found = products.linear(inputs, weight, bias, is_gated=True, is_gelu=is_gelu)
+            return found.view(*x.shape[:-1], -1)
+        from kernels.triton import quantised
+
         found = quantised.linear(inputs, weight, bias, None, is_gated=True, is_gelu=is_gelu)
         return found.view(*x.shape[:-1], -1)
     product = linear(x, weight, bias)
@@ -179,6 +250,17 @@ def _gated(
 def _restored(weight: Quantised) -> torch.Tensor:
     """Return the matrix on a GPU, in its scratch if there is one."""
     return restore(weight, weight.scratch)
+
+
+def _fills_tiles(weight: Quantised, *, is_gated: bool = False) -> bool:
+    """Tell whether a matrix on a GPU takes the kernels that it shares with plain weights."""
+    if weight.dtype == torch.float32:
+        return False
+    from kernels.cuda import products
+
+    num_rows, num_columns = weight.shape
+    device = weight.values.device
+    return products.fills_tiles(num_rows, num_columns, device, is_gated=is_gated)
 
 
 def _is_small(x: torch.Tensor) -> bool:

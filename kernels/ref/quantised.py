@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.arguments import QUANTISED_TILE, Joined, Quantised
+from kernels.arguments import QUANTISED_ROWS, QUANTISED_TILE, Joined, Quantised
 from kernels.ref import linear as plain
 
 Weight = torch.Tensor | Quantised | Joined
@@ -10,22 +10,83 @@ Weight = torch.Tensor | Quantised | Joined
 
 _CHUNK_BYTES = 32 * 2**20
 """Float32 weights that are restored at a time."""
+_COLUMNS = (2, 2, 2, 4, 2)
+"""The columns of a tile: h, q, n, t and s, in the letters of Quantised."""
+_LETTERS = "ughqnts"
+_PLACES = torch.arange(1024).view(2, 8, *_COLUMNS)
+"""The elements of a tile, by those of _LETTERS."""
+
+
+def pack(values_NK: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Twin of kernels.ops.quantised.pack."""
+    rows, columns = values_NK.shape
+    rest = -columns % QUANTISED_TILE, -rows % QUANTISED_ROWS
+    if any(rest):
+        values_NK = torch.nn.functional.pad(values_NK, (0, rest[0], 0, rest[1]))
+    rows = values_NK.shape[0]
+    # Blocks of 16 rows, tiles of a block, and the elements of a tile.
+    tiles = values_NK.reshape(rows // 16, 16, -1, 64).transpose(1, 2).flatten(2)
+
+    def in_order(letters: str) -> torch.Tensor:
+        """Return the values of each tile with these letters as dimensions, the last one inmost."""
+        places = _PLACES.permute(*(_LETTERS.index(letter) for letter in letters)).flatten()
+        return tiles.gather(2, places.to(tiles.device).expand(*tiles.shape))
+
+    if bits == 8:
+        return in_order("hgtuqns").view(rows, -1), None
+    first, second = in_order("ngthusq").chunk(2, 2)
+    low = first & 15 | second << 4
+    if bits == 4:
+        return low.view(rows, -1), None
+    letters, count = ("uqngtsh", 8) if bits == 5 else ("qngthsu", 4)
+    high = torch.zeros_like(low[..., : 128 * (bits - 4)])
+    for at, each in enumerate((in_order(letters) >> 4).chunk(count, 2)):
+        high |= each << at * (8 // count)
+    return low.view(rows, -1), high.view(rows, -1)
+
+
+def pack_groups(each_NG: torch.Tensor) -> torch.Tensor:
+    """Twin of kernels.ops.quantised.pack_groups."""
+    rows, groups = each_NG.shape
+    if rest := -rows % QUANTISED_ROWS:
+        each_NG = torch.cat([each_NG, each_NG.new_zeros((rest, groups))])
+    return each_NG.reshape(-1, 2, 8, groups).permute(0, 3, 2, 1).reshape(-1, groups)
 
 
 def _values_of(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
     """Return the values of some rows, uint8 [T, K]."""
-    num_columns, tiles = weight.num_columns, -(-weight.num_columns // QUANTISED_TILE)
+    block, g, u = ids_T // 16, ids_T % 8, ids_T % 16 // 8
+    tiles = -(-weight.num_columns // QUANTISED_TILE)
+
+    def of_columns(each: torch.Tensor, at: torch.Tensor, step: int) -> torch.Tensor:
+        """Return bytes of a tile's columns, from where they are where u is 0, u steps further."""
+        places = at.to(ids_T.device) + u.view(-1, 1, 1) * step
+        return each.gather(2, places.expand(-1, tiles, -1))
+
+    h, q, n, t, s = torch.meshgrid(*map(torch.arange, _COLUMNS), indexing="ij")
     if weight.bits == 8:
-        return weight.values[ids_T, :num_columns]
-    rows = weight.values[ids_T].view(-1, tiles, 32)
-    found = torch.stack([rows & 15, rows >> 4], 2)
+        every = weight.values.view(-1, tiles, 2, 8, 64)[block, :, :, g].flatten(2)
+        values = of_columns(every, (64 * h + 16 * t + 4 * q + 2 * n + s).view(-1), 8)
+    else:
+        every = weight.values.view(-1, tiles, 8, 64)[block, :, g]
+        every = torch.cat([every & 15, every >> 4], 2)
+        values = of_columns(every, (64 * n + 16 * t + 8 * h + 2 * s + q).view(-1), 4)
     if weight.high is not None:
-        bits = weight.bits - 4
-        high = weight.high[ids_T].view(-1, tiles, 1, 1, 8 * bits)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=high.device)
-        above = high >> shifts.view(2, -1, 1) & 2**bits - 1
-        found |= above.reshape(found.shape) << 4
-    return found.view(-1, tiles * QUANTISED_TILE)[:, :num_columns]
+        every = weight.high.view(-1, tiles, 8, 16 * (weight.bits - 4))[block, :, g]
+        if weight.bits == 5:
+            found = of_columns(every, (4 * t + 2 * s + h).view(-1), 0)
+            shift = (2 * q + n).view(-1).to(ids_T.device) + u.view(-1, 1, 1) * 4
+        else:
+            found = of_columns(every, (8 * t + 4 * h + 2 * s).view(-1), 1)
+            shift = (4 * q + 2 * n).view(-1).to(ids_T.device)
+        values |= (found >> shift.to(torch.uint8) & 2 ** (weight.bits - 4) - 1) << 4
+    return values.view(len(ids_T), -1)[:, : weight.num_columns]
+
+
+def _of_rows(each: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    """Return what belongs to the groups of some rows, [T, G]."""
+    every = each.view(-1, each.shape[1], 8, 2)
+    return every[ids_T // 16, :, ids_T % 8, ids_T % 16 // 8]
 
 
 def _spread(each: torch.Tensor, size: int, num_columns: int) -> torch.Tensor:
@@ -37,7 +98,10 @@ def _spread(each: torch.Tensor, size: int, num_columns: int) -> torch.Tensor:
 
 def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
     """Twin of kernels.ops.quantised.rows."""
-    num_columns = weight.num_columns
+
+    def spread(each: torch.Tensor, size: int) -> torch.Tensor:
+        return _spread(_of_rows(each, ids_T), size, weight.num_columns)
+
     values = _values_of(weight, ids_T)
     if weight.kind == "table4":
         assert weight.table is not None
@@ -47,17 +111,17 @@ def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
     else:
         found = values.float()
         if weight.zero is not None:
-            found -= _spread(weight.zero[ids_T], weight.group, num_columns)
+            found -= spread(weight.zero, weight.group)
         elif weight.offset:
             found -= weight.offset
-    scale = _spread(weight.scale[ids_T], weight.group, num_columns)
+    scale = spread(weight.scale, weight.group)
     if weight.subscale is not None:
-        scale = scale * _spread(weight.subscale[ids_T], weight.subgroup, num_columns)
+        scale = scale * spread(weight.subscale, weight.subgroup)
     found *= scale
     if weight.low is not None:
-        low = _spread(weight.low[ids_T], weight.group, num_columns)
+        low = spread(weight.low, weight.group)
         if weight.sublow is not None:
-            low = low * _spread(weight.sublow[ids_T], weight.subgroup, num_columns)
+            low = low * spread(weight.sublow, weight.subgroup)
         found -= low
     return found.to(weight.dtype)
 

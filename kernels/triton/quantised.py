@@ -1,8 +1,11 @@
 """Products of few rows with quantised weights, and rows restored; the layout is that of Quantised.
 
-Shape letters: T tokens, K inputs, N outputs. A program takes BLOCK_N rows of the weight and TILES
+They run where kernels.cuda.quantised does not: in float32, and for shapes that do not fill tiles.
+
+Shape letters: T tokens, K inputs, N outputs. A program takes BLOCK_N rows of the weight and some
 tiles of 64 columns at a time. Values of fewer than 8 bits give two blocks of 32 columns of every
-tile, the halves 0 and 1, which are multiplied one after the other, so that nothing is interleaved.
+tile, the halves 0 and 1 of their bytes, which are multiplied one after the other, so that nothing
+is interleaved. The letters h, u, g, q, n, t and s are those of Quantised.
 """
 
 import torch
@@ -21,11 +24,31 @@ _RESTORE_TILES = 2
 
 @triton.jit
 def _columns(block, HALVES: tl.constexpr):
-    """Return the column of each place of a block's half 0; those of half 1 are 32 further."""
+    """Return the column of each place of a block's half 0; those of half 1 are 8 further."""
     columns = block
     if HALVES == 2:
-        columns = (block // 32) * 64 + block % 32
+        columns = (block // 32) * 64 + (block % 32) // 8 * 16 + block % 8
     return columns
+
+
+@triton.jit
+def _row_places(rows, row_bytes, SIZE: tl.constexpr, U: tl.constexpr):
+    """Return where rows begin in an array: a tile has SIZE bytes for each g, rows u are U apart."""
+    return (rows // 16) * 16 * row_bytes + (rows % 8) * SIZE + (rows % 16) // 8 * U
+
+
+@triton.jit
+def _value_places(block, HALVES: tl.constexpr):
+    """Return where the bytes of the places of a block are, from where its row begins."""
+    t = block % 8 // 2
+    s = block % 2
+    if HALVES == 2:
+        j = block % 32
+        places = block // 32 * 512 + t * 16 + j // 16 * 8 + s * 2 + j // 8 % 2
+    else:
+        j = block % 64
+        places = block // 64 * 1024 + j // 32 * 512 + t * 16 + j // 8 % 4 * 2 + s
+    return places
 
 
 @triton.jit
@@ -42,13 +65,13 @@ def _of_groups(
 ):
     """Load what belongs to groups of SIZE columns for a block, [BLOCK_N, BLOCK] float32.
 
-    One value is loaded for at most 32 columns, which are of one group.
+    One value is loaded for the places of a block that follow each other and are of one group.
     """
-    RUN: tl.constexpr = 16 if SIZE == 16 else 32
+    RUN: tl.constexpr = (16 if SIZE == 16 else 32 if SIZE == 32 else 64) // HALVES
     COUNT: tl.constexpr = BLOCK // RUN
-    starts = _columns(tl.arange(0, COUNT) * RUN, HALVES) + first + half * 32
-    numbers = tl.minimum(starts // SIZE, count - 1)
-    found = tl.load(at + rows[:, None] * count + numbers[None, :]).to(tl.float32)
+    starts = _columns(tl.arange(0, COUNT) * RUN, HALVES) + first + half * 8
+    numbers = tl.minimum(starts // SIZE, count - 1) * 16
+    found = tl.load(at + _row_places(rows, count, 2, 1)[:, None] + numbers[None, :]).to(tl.float32)
     spread = tl.broadcast_to(found[:, :, None], [BLOCK_N, COUNT, RUN])
     return tl.reshape(spread, [BLOCK_N, BLOCK])
 
@@ -121,18 +144,36 @@ def _restored(
 
 
 @triton.jit
-def _upper_bits(at, rows, row_bytes, first, half, block, HIGH_BITS: tl.constexpr):
+def _upper_bits(at, rows, row_bytes, first, half, tiles, block, HIGH_BITS: tl.constexpr):
     """Load the bits above the low four of one half of a block; zero where there are none."""
     found = block[None, :] * 0
     if HIGH_BITS:
-        SPAN: tl.constexpr = 8 * HIGH_BITS
+        tile = first // 64 + block // 32
         j = block % 32
-        byte = (first // 64 + block // 32) * SPAN + j % SPAN
-        shift = half * 4 + HIGH_BITS * (j // SPAN)
-        mask = (byte < row_bytes)[None, :]
-        loaded = tl.load(at + rows[:, None] * row_bytes + byte[None, :], mask=mask, other=0)
-        found = (loaded.to(tl.int32) >> shift[None, :]) & (2 * HIGH_BITS - 1)
+        t = block % 8 // 2
+        s = block % 2
+        q = j // 8 % 2
+        if HIGH_BITS == 1:
+            places = tile * 128 + t * 4 + s * 2 + j // 16
+            row_places = _row_places(rows, row_bytes, 16, 0)
+            shift = ((rows % 16) // 8 * 4)[:, None] + (q * 2 + half)[None, :]
+        else:
+            places = tile * 256 + t * 8 + j // 16 * 4 + s * 2
+            row_places = _row_places(rows, row_bytes, 32, 1)
+            shift = (rows * 0)[:, None] + (q * 4 + half * 2)[None, :]
+        mask = (tile < tiles)[None, :]
+        loaded = tl.load(at + row_places[:, None] + places[None, :], mask=mask, other=0)
+        found = (loaded.to(tl.int32) >> shift.to(tl.int32)) & (2 * HIGH_BITS - 1)
     return found
+
+
+@triton.jit
+def _bytes_of(at, rows, row_bytes, first, tiles, block, HALVES: tl.constexpr):
+    """Load the bytes of a block, [BLOCK_N, BLOCK]."""
+    row_places = _row_places(rows, row_bytes, 64, 8 // HALVES)
+    places = first // 64 * (1024 // HALVES) + _value_places(block, HALVES)
+    mask = (first // 64 + block // (64 // HALVES) < tiles)[None, :]
+    return tl.load(at + row_places[:, None] + places[None, :], mask=mask, other=0)
 
 
 # One compiled variant serves every number of tokens with the same BLOCK_T, so that none is compiled
@@ -190,6 +231,7 @@ def _linear_kernel(
     tokens = tl.arange(0, BLOCK_T)
     block = tl.arange(0, BLOCK)
     places = _columns(block, HALVES)
+    tiles = tl.cdiv(K, 64)
     is_token = (tokens < num_tokens)[:, None]
     x_at = x + tokens.to(tl.int64)[:, None] * stride_x
     share = tl.cdiv(tl.cdiv(K, PART_UNIT), PARTS) * PART_UNIT
@@ -201,18 +243,15 @@ def _linear_kernel(
     if OVERLAPS:
         wait()
     for first in range(begin, end, BLOCK_K):
-        byte = first // HALVES + block
-        is_byte = (byte < row_bytes)[None, :]
-        at = values + byte[None, :]
-        bytes_ = tl.load(at + rows[:, None] * row_bytes, mask=is_byte, other=0)
+        bytes_ = _bytes_of(values, rows, row_bytes, first, tiles, block, HALVES)
         up_bytes = bytes_
         if IS_GATED:
-            up_bytes = tl.load(at + (rows + N)[:, None] * row_bytes, mask=is_byte, other=0)
+            up_bytes = _bytes_of(values, rows + N, row_bytes, first, tiles, block, HALVES)
         for half in tl.static_range(HALVES):
-            inputs = first + half * 32 + places
+            inputs = first + half * 8 + places
             mask = is_token & (inputs < K)[None, :]
             tokens_in = tl.load(x_at + inputs[None, :], mask=mask, other=0.0)
-            upper = _upper_bits(high, rows, high_bytes, first, half, block, HIGH_BITS)
+            upper = _upper_bits(high, rows, high_bytes, first, half, tiles, block, HIGH_BITS)
             weights = _restored(
                 bytes_, upper, scale, zero, low, subscale, sublow, table, rows, groups, subgroups,
                 first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW, HAS_SUBSCALE,
@@ -220,7 +259,9 @@ def _linear_kernel(
             )  # fmt: skip
             acc = tl.dot(weights.to(x.dtype.element_ty), tl.trans(tokens_in), acc)
             if IS_GATED:
-                upper = _upper_bits(high, rows + N, high_bytes, first, half, block, HIGH_BITS)
+                upper = _upper_bits(
+                    high, rows + N, high_bytes, first, half, tiles, block, HIGH_BITS
+                )
                 weights = _restored(
                     up_bytes, upper, scale, zero, low, subscale, sublow, table, rows + N, groups,
                     subgroups, first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW,
@@ -295,17 +336,16 @@ def _rows_kernel(
         rows = tl.load(ids + rows)
     block = tl.arange(0, BLOCK)
     first = tl.program_id(1) * BLOCK_K
-    byte = first // HALVES + block
-    is_byte = (byte < row_bytes)[None, :]
-    bytes_ = tl.load(values + rows[:, None] * row_bytes + byte[None, :], mask=is_byte, other=0)
+    tiles = tl.cdiv(K, 64)
+    bytes_ = _bytes_of(values, rows, row_bytes, first, tiles, block, HALVES)
     for half in tl.static_range(HALVES):
-        upper = _upper_bits(high, rows, high_bytes, first, half, block, HIGH_BITS)
+        upper = _upper_bits(high, rows, high_bytes, first, half, tiles, block, HIGH_BITS)
         weights = _restored(
             bytes_, upper, scale, zero, low, subscale, sublow, table, rows, groups, subgroups,
             first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW, HAS_SUBSCALE,
             HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
         )  # fmt: skip
-        columns = first + half * 32 + _columns(block, HALVES)
+        columns = first + half * 8 + _columns(block, HALVES)
         mask = (outputs < num_rows)[:, None] & (columns < K)[None, :]
         at = out + outputs.to(tl.int64)[:, None] * K + columns[None, :]
         tl.store(at, weights.to(out.dtype.element_ty), mask=mask)

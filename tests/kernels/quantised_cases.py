@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernels.arguments import Quantised
+from kernels.arguments import Quantised, filled_rows
 
 NF4 = torch.linspace(-1, 1, 16)
 
@@ -53,16 +53,17 @@ def make(
     bits = {"uint4": 4, "uint5": 5, "uint6": 6, "table4": 4}.get(case.kind, 8)
     tiles, byte = -(-num_columns // 64), torch.uint8
     group, subgroup = (case.group or num_columns), (case.subgroup or num_columns)
-    groups = num_rows, -(-num_columns // group)
-    subgroups = num_rows, -(-num_columns // subgroup)
+    rows = filled_rows(num_rows)
+    groups = rows, -(-num_columns // group)
+    subgroups = rows, -(-num_columns // subgroup)
     scale = torch.rand(groups, generator=rng, device=rng.device) + 0.5
     size = {"uint4": 8, "uint5": 400, "uint6": 400, "uint8": 128, "table4": 0.7}.get(case.kind, 80)
     size *= 30 if "subscale" in case.has and case.kind == "uint4" else 1
-    values = draw(256, (num_rows, tiles * (64 if bits == 8 else 32)), byte)
+    values = draw(256, (rows, tiles * (64 if bits == 8 else 32)), byte)
     if case.kind == "float8_e4m3fn":
         values[(values & 127) == 127] = 5
     others: dict[str, Any] = {
-        "high": draw(256, (num_rows, tiles * 8 * (bits - 4)), byte) if bits in {5, 6} else None,
+        "high": draw(256, (rows, tiles * 8 * (bits - 4)), byte) if bits in {5, 6} else None,
         "zero": draw(2**bits, groups, byte),
         "low": (scale.flip(1) * 0.03).to(case.scale_dtype),
         "subscale": draw(64, subgroups, torch.int8) - (32 if case.kind == "uint6" else 0),
@@ -74,6 +75,7 @@ def make(
     return Quantised(
         kind=case.kind,
         dtype=dtype,
+        num_rows=num_rows,
         num_columns=num_columns,
         group=group,
         subgroup=subgroup,
@@ -86,19 +88,27 @@ def make(
 
 def slowly(weight: Quantised, row: int, column: int) -> float:
     """Return one weight as the documentation of Quantised gives it."""
-    tile, place = divmod(column, 64)
-    half, j = divmod(place, 32)
+    block, u, g = row // 16, row % 16 // 8, row % 8
+    tile, h, q, n = column // 64, column // 32 % 2, column // 16 % 2, column // 8 % 2
+    t, s = column // 2 % 4, column % 2
+    lane, tiles = 4 * g + t, -(-weight.num_columns // 64)
+
+    def of_tile(each: torch.Tensor) -> torch.Tensor:
+        return each.view(-1, tiles, each.numel() // len(each) * 16 // tiles)[block, tile]
+
     if weight.bits == 8:
-        value = int(weight.values[row, column])
+        value = int(of_tile(weight.values).view(2, 32, 2, 2, 2, 2)[h, lane, u, q, n, s])
     else:
-        value = int(weight.values[row, 32 * tile + j]) >> 4 * half & 15
-    if weight.high is not None:
-        b = weight.bits - 4
-        byte = int(weight.high[row, 8 * b * tile + j % (8 * b)])
-        value |= (byte >> 4 * half + b * (j // (8 * b)) & 2**b - 1) << 4
+        value = int(of_tile(weight.values).view(32, 2, 2, 2, 2)[lane, h, u, s, q]) >> 4 * n & 15
+    if weight.bits == 5:
+        byte = int(of_tile(weight.high).view(32, 2, 2)[lane, s, h])
+        value |= (byte >> 4 * u + 2 * q + n & 1) << 4
+    if weight.bits == 6:
+        byte = int(of_tile(weight.high).view(32, 2, 2, 2)[lane, h, s, u])
+        value |= (byte >> 4 * q + 2 * n & 3) << 4
 
     def at(each: torch.Tensor, size: int) -> torch.Tensor:
-        return each[row, column // size].float()
+        return each.view(-1, each.shape[1], 8, 2)[block, column // size, g, u].float()
 
     if weight.kind == "table4":
         number = weight.table[value]

@@ -9,48 +9,85 @@ import time
 import pytest
 import torch
 
+from kernels.arguments import Stored
 from kernels.compile_time import LISTENER, Compilation, CudaError
-from kernels.cuda import driver, products
-from kernels.cuda.codes import RESTORE
+from kernels.cuda import driver, loaders, products
 from kernels.cuda.driver import Kernel
-from kernels.ops import codes, linear
+from kernels.cuda.restore import restore_kernel
+from kernels.ops import codes, linear, quantised
 
 KIB = 1024
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (12, 0): 99}
 """Compute capabilities and the shared memory of a block, KiB (CUDA C++ Programming Guide)."""
 
 
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+K_QUANT = frozenset({"low", "subscale", "sublow"})
+QUANTISED = (
+    loaders.quantised("uint4", HALF, 128, 4096, frozenset({"zero"})),
+    loaders.quantised("uint4", HALF, 256, 32, K_QUANT),
+    loaders.quantised("uint8", BF16, 4096, 4096, frozenset({"offset"})),
+)
+OTHERS = (
+    loaders.quantised("uint4", BF16, 32, 4096, frozenset({"offset"})),
+    loaders.quantised("uint4", FLOAT, 16, 4096, frozenset({"zero", "low"})),
+    loaders.quantised("uint5", HALF, 256, 32, K_QUANT),
+    loaders.quantised("uint5", HALF, 32, 4096, frozenset({"offset"})),
+    loaders.quantised("uint6", HALF, 256, 16, frozenset({"offset", "subscale"})),
+    loaders.quantised("uint6", FLOAT, 16, 16, frozenset({"zero"}) | K_QUANT),
+    loaders.quantised("uint8", HALF, 32, 4096, frozenset({"offset"})),
+    loaders.quantised("uint8", FLOAT, 16, 64, frozenset({"zero"}) | K_QUANT),
+    loaders.quantised("float8_e4m3fn", FLOAT, 128, 4096, frozenset()),
+    loaders.quantised("float8_e4m3fn", BF16, 4096, 4096, frozenset()),
+    loaders.quantised("table4", FLOAT, 64, 4096, frozenset()),
+)
+LOADERS = (loaders.PLAIN, loaders.CODES, *QUANTISED)
+
+
 def shapes(capability):
     """Every kernel of a card, with the shared memory of its block."""
-    for tokens, rows, is_gated, has_codes, is_half in itertools.product(
+    for tokens, rows, is_gated, loader, is_half in itertools.product(
         (1, 9, 17, 33, 64),
         (32, 4096, 6144, 22016, 28672),
         (False, True),
-        (False, True),
+        LOADERS,
         (False, True),
     ):
         card = products.Card(132, CARDS[capability] * KIB, capability[0] == 9)
-        tile = products.tile_of(tokens, rows, card, is_gated=is_gated, has_codes=has_codes)
-        if not (has_codes and is_half):
-            kernel = tile.kernel(has_codes=has_codes, is_gated=is_gated, is_half=is_half)
-            yield tokens, rows, is_gated, has_codes, tile, kernel
+        tile = products.tile_of(tokens, rows, card, is_gated=is_gated, loader=loader)
+        if not (loader == loaders.CODES and is_half):
+            kernel = tile.kernel(loader, is_gated=is_gated, is_half=is_half)
+            yield tokens, rows, is_gated, loader, tile, kernel
 
 
 @pytest.mark.parametrize("capability", CARDS, ids=str)
 def test_blocks_fit_every_card(capability):
-    for _, _, is_gated, has_codes, tile, _ in shapes(capability):
-        used = tile.shared_bytes(has_codes=has_codes, is_gated=is_gated)
-        assert used <= CARDS[capability] * KIB
+    for tokens, _, is_gated, loader, tile, _ in shapes(capability):
+        assert tile.shared_bytes(loader, tokens) <= CARDS[capability] * KIB
         assert not is_gated or tile.is_wide or tile.rows % 2 == 0
+        if loader in QUANTISED and tile.num_tiles <= 2:
+            assert tile.stages % loader.steps == 0
+            assert tile.stages >= 2 * loader.steps
 
 
 @pytest.mark.parametrize("capability", CARDS, ids=str)
-def test_plain_weights_and_codes_are_added_in_one_order(capability):
+def test_weights_of_all_kinds_are_added_in_one_order(capability):
     """Only what decides the order of sums: not how much is copied ahead, nor rows of a warp."""
     order = {}
     for tokens, rows, is_gated, _, tile, _ in shapes(capability):
         key = min(tokens - 1, 33) // 16, rows, is_gated
         assert order.setdefault(key, (tile.is_wide, tile.splits)) == (tile.is_wide, tile.splits)
+
+
+@pytest.mark.parametrize("capability", CARDS, ids=str)
+def test_a_block_of_quantised_weights_has_room_for_what_eight_tokens_copy(capability):
+    """One kernel serves 1 to 8 tokens, whose rows are copied as many as there are."""
+    card = products.Card(132, CARDS[capability] * KIB, capability[0] == 9)
+    for loader in QUANTISED:
+        tile = products.tile_of(8, 4096, card, is_gated=False, loader=loader)
+        assert tile.shared_bytes(loader, 8) == tile.splits * tile.stages * (
+            tile.sharing * tile.rows * loader.tile_bytes + 1024
+        )
 
 
 def test_wide_products_are_hoppers_alone():
@@ -119,13 +156,27 @@ def test_what_is_compiled_ahead_is_what_products_launch(capability, is_half, mon
         for most in (1, 20, 64, 2048):
             found = linear.kernels_of((rows, 64), dtype, device, is_gated=is_gated, max_tokens=most)
             counts = range(1, min(most, 64) + 1)
-            launched = {shape_of(n, rows, device, is_gated, False, is_half)[0] for n in counts}
+            launched = {
+                shape_of(n, rows, device, is_gated, loaders.PLAIN, is_half)[0] for n in counts
+            }
             assert found == launched
     coded = codes.kernels_of((4096, 64), torch.bfloat16, device, is_gated=True, max_tokens=65)
-    assert RESTORE in coded
+    restore = restore_kernel(loaders.CODES)
+    assert restore in coded
     assert len(coded) == 5
     few = codes.kernels_of((4096, 64), torch.bfloat16, device, is_gated=True, max_tokens=64)
-    assert few == coded - {RESTORE}
+    assert few == coded - {restore}
+    stored = Stored.of(
+        kind="uint4", scale_dtype="float16", group=128, subgroup=0, offset=0, arrays=("zero",)
+    )
+    of_stored = {"stored": stored, "is_gated": True}
+    found = quantised.kernels_of((4096, 256), dtype, device, max_tokens=65, **of_stored)
+    counts = range(1, 65)
+    launched = {shape_of(n, 4096, device, True, QUANTISED[0], is_half)[0] for n in counts}
+    assert found == launched | {restore_kernel(QUANTISED[0], is_half=is_half)}
+    odd = quantised.kernels_of((4096, 200), dtype, device, max_tokens=65, **of_stored)
+    assert not odd
+    assert not quantised.kernels_of((4096, 256), dtype, device, is_gated=True, max_tokens=65)
     for shape in ((24, 64), (32, 60)):
         assert not linear.kernels_of(shape, dtype, device, is_gated=False, max_tokens=64)
     wide = {"is_gated": False, "max_tokens": 64}
@@ -241,10 +292,15 @@ def test_kernels_are_kept_where_the_environment_says(tmp_path, monkeypatch):
 @pytest.mark.parametrize("capability", CARDS, ids=str)
 def test_every_kernel_compiles_for_every_card(capability):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
-    kernels = {kernel for *_, kernel in shapes(capability)}
+    kernels = {kernel for *_, loader, _, kernel in shapes(capability) if loader not in QUANTISED}
+    kernels |= {Kernel("rows", 128), restore_kernel(loaders.CODES)}
+    card = products.Card(132, CARDS[capability] * KIB, capability[0] == 9)
+    for at, loader in enumerate((*QUANTISED, *OTHERS)):
+        for tokens, is_half in ((1, at % 2 == 0), (64, at % 2 == 1)):
+            tile = products.tile_of(tokens, 22016, card, is_gated=False, loader=loader)
+            kernels.add(tile.kernel(loader, is_gated=False, is_half=is_half))
+        kernels.add(restore_kernel(loader, is_half=at % 2 == 0))
     for kernel in sorted(kernels, key=repr):
-        assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
-    for kernel in (Kernel("restore", 64), Kernel("rows", 128)):
         assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
 
 

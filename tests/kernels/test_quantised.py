@@ -57,7 +57,8 @@ def test_kernel_restores_a_nan_of_float8_and_subnormals(rng):
     from kernels.triton import quantised as kernel
 
     weight = make(Case("float8_e4m3fn", scale_dtype=torch.float32), 1, 256, torch.float32, rng)
-    weight.values.copy_(torch.arange(256).view(1, -1))
+    every = torch.arange(256, dtype=torch.uint8, device=rng.device).view(1, -1)
+    weight.values.copy_(quantised.pack(every, 8)[0])
     weight.scale.fill_(1.0)
     out = torch.empty(1, 256, device=rng.device)
     kernel.restore(weight, out)
@@ -169,8 +170,8 @@ def test_door_refuses(rng):
     [
         ({"kind": "uint3"}, "quantised.kind: expected one of"),
         ({"group": 48}, "quantised.group: expected 16, 32, a multiple of 64"),
-        ({"zero": None, "scale": torch.zeros(15, 3)}, r"quantised.scale: .*\(15, 2\)"),
-        ({"zero": torch.zeros(15, 1).byte()}, r"quantised.zero: .*\(15, 2\)"),
+        ({"zero": None, "scale": torch.zeros(16, 3)}, r"quantised.scale: .*\(16, 2\)"),
+        ({"zero": torch.zeros(16, 1).byte()}, r"quantised.zero: .*\(16, 2\)"),
         ({"table": torch.zeros(16)}, "quantised.table"),
         ({"kind": "uint5"}, "quantised.high"),
     ],
