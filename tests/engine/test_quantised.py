@@ -125,6 +125,18 @@ def test_modules_that_are_not_quantised_stay_plain(tmp_path):
         llm.close()
 
 
+def test_matrices_that_do_not_fill_tiles_of_rows_are_joined(tmp_path):
+    folder, plain, meant = write(tmp_path, packed(8, -1, symmetric=False), head_dim=20)
+    llm = open_llm(folder, **LIMITS, offload_group_size=1)
+    formats = llm.plan.formats.to_dict()
+    assert formats["model.layers.0.self_attn.qkv_proj.weight"] == "mixed"
+    assert formats["model.layers.0.mlp.gate_up_proj.weight"] == "pack-quantized8"
+    for parameter, weight in read_back(llm).items():
+        assert torch.equal(weight, meant[parameter].float()), parameter
+    assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
+    llm.close()
+
+
 def test_float16_stays_and_scales_may_have_another_dtype(tmp_path):
     way = gptq(4, 32, dtype=torch.bfloat16)
     folder, _, _ = write(tmp_path, way, dtype="float16")

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kernels.arguments import Joined, decode_workspace
+from kernels.arguments import Joined, Quantised, decode_workspace
 from kernels.ops import linear as plain
 from kernels.ops import quantised
 from kernels.ops.checks import KernelArgumentError
@@ -31,6 +33,41 @@ def test_twin_reads_the_layout(case, num_columns, rng):
     )
     assert torch.equal(found.float().cpu(), expected)
     assert 0.005 < found.float().std() < 0.5
+
+
+@given(
+    bits=st.sampled_from([4, 5, 6, 8]),
+    num_rows=st.integers(1, 50),
+    num_columns=st.integers(1, 200),
+    seed=st.integers(0, 99),
+)
+def test_packed_values_are_those_that_are_read(bits, num_rows, num_columns, seed):
+    rng = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 2**bits, (num_rows, num_columns), generator=rng).byte()
+    packed, high = quantised.pack(values, bits)
+    scale = torch.randint(-9, 9, (num_rows, -(-num_columns // 32)), generator=rng).float()
+    weight = Quantised(
+        kind=f"uint{bits}",
+        dtype=torch.float32,
+        num_rows=num_rows,
+        num_columns=num_columns,
+        group=32,
+        subgroup=num_columns,
+        values=packed,
+        high=high,
+        scale=quantised.pack_groups(scale),
+    )
+    expected = values * scale.repeat_interleave(32, 1)[:, :num_columns]
+    assert torch.equal(ref.restore(weight), expected)
+    start = 16 * (num_rows // 32)
+    part = replace(
+        weight,
+        num_rows=num_rows - start,
+        values=packed[start:],
+        high=None if high is None else high[start:],
+        scale=weight.scale[start:],
+    )
+    assert torch.equal(ref.restore(part), expected[start:])
 
 
 @pytest.fixture
