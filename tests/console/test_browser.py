@@ -21,7 +21,7 @@ from console.registry.tables import Service
 from console.supervise.supervisor import MAIN
 from tests.console.browser import WIDTHS, Browser, browsing
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(500)]
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 VIEWS = (
@@ -195,6 +195,60 @@ def test_what_is_tested_has_a_history_and_a_report(browser: Browser):
     browser.wait_for("A/B of other")
     browser.press("Cancel")
     browser.wait_for("cancelled", "main", 100)
+    browser.open("/")
+    rows = [" ".join(each.text.split()) for each in browser.all("[aria-labelledby=jobs] tr")]
+    assert any(row.startswith("ab other 2 cancelled") for row in rows), rows
+
+
+def test_two_profiles_are_compared_to_the_end_and_swept(browser: Browser):
+    browser.open("/tests?model=1")
+    choose(browser, "#a-profile", "other: default")
+    choose(browser, "#b-profile", "other: two")
+    browser.type("#a-requests", "1")
+    browser.press("Compare")
+    browser.wait_for("runs", "[aria-labelledby=running]", 60)
+    browser.wait(lambda: "running" not in browser.text(), "the end of the A/B", 350)
+    browser.one("tbody a").click()
+    browser.wait_for("requests gave equal tokens")
+    table = browser.text("main table")
+    assert "b / a" in table
+    assert " to " in table
+
+    browser.open("/tests?model=1")
+    choose(browser, "#s-model", "other, 2 profiles")
+    browser.type("#s-requests", "1")
+    browser.press("Sweep")
+    browser.wait_for("Sweep of other")
+    browser.wait_for("fastest of 2", "tbody", 120)
+    browser.one("tbody a").click()
+    browser.wait(lambda: len(browser.all("main tbody tr")) == 2, "a row for each profile")
+    assert "unknown" not in browser.text("main table")
+
+
+def test_two_tabs_show_the_same_and_what_is_typed_stays(browser: Browser):
+    browser.open("/")
+    driver = browser.driver
+    first = driver.current_window_handle
+    driver.switch_to.new_window("tab")
+    second = driver.current_window_handle
+    browser.open("/")
+    browser.type("input[name=max_model_len]", "77")
+    driver.switch_to.window(first)
+    switch(browser, "default", "ready")
+    driver.switch_to.window(second)
+    browser.wait(lambda: state(browser) == "ready", "ready", LOAD_S)
+    assert browser.one("input[name=max_model_len]").get_attribute("value") == "77"
+    browser.press("Stop")
+    driver.switch_to.window(first)
+    browser.press("Start")  # behind the stop of the other tab
+    pid = browser.text(".panel .head")
+    driver.switch_to.window(second)
+    browser.wait(lambda: state(browser) == "ready" and browser.text(".panel .head") != pid, "", 90)
+    browser.press("Stop")
+    browser.wait(lambda: state(browser) == "stopped", "stopped", 60)
+    driver.close()
+    driver.switch_to.window(first)
+    browser.wait(lambda: state(browser) == "stopped", "stopped", 60)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
