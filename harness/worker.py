@@ -499,11 +499,9 @@ class Work:
 
     def _run_steps(self, llm: Engine, config: StepsScenario) -> None:
         self._state.enter("steps")
-        begin_s, gpu, counter = self._door.clock(), self._gpu(), None
-        if gpu is not None:
-            counter = LinkCounter(gpu.link_rx_gb_s, self._link.factor)
+        begin_s = self._door.clock()
         self._result["samples"]["steps"] = measure_steps(
-            llm, config, clock=self._door.clock, counter=counter
+            llm, config, clock=self._door.clock, counter=self._link_counter()
         )
         self._note_window("steps", begin_s)
         self._result["measured"].append("steps")
@@ -534,6 +532,7 @@ class Work:
             llm,
             config,
             clock=self._door.clock,
+            counter=self._link_counter(),
             on_part=lambda part: self._state.enter(f"tiers {part}"),
             save=save,
         )
@@ -544,6 +543,10 @@ class Work:
             for part, figures in self._result["samples"]["tiers"]["parts"].items()
             if "failed" in figures
         ]
+
+    def _link_counter(self) -> LinkCounter | None:
+        gpu = self._gpu()
+        return None if gpu is None else LinkCounter(gpu.link_rx_gb_s, self._link.factor)
 
     def _gpu(self) -> Gpu | None:
         return open_gpu(self._job.gpu_uuid) if self._job.gpu_uuid else None

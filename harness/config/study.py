@@ -111,6 +111,9 @@ class TiersScenario(Bounded):
     """Tokens by which one sequence exceeds the GPU's KV tokens, while weights are streamed too."""
     steps: int = 22
     """Decode steps that are timed."""
+    counter_s: float = field(default=0.0, metadata=within(0, MOST_S))
+    """Seconds of decode of the longest sequence during which NVML's counter of the link is read;
+    for the part long."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""

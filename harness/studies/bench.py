@@ -10,6 +10,7 @@ from harness.studies.table import (
     Judged,
     Result,
     Row,
+    counter_text,
     engine_table,
     grid,
     lacks,
@@ -30,6 +31,9 @@ PEER_LINK_GB_S: Final = 55.5
 LEAST_PINNING_GIB_S: Final = 8.0
 """Least rate of slabs of 4 GiB or more, touched and registered by 16 threads."""
 LEAST_PINNED_GIB: Final = 4.0
+"""Less is told by no row: what does not grow with it takes as long."""
+LEAST_LOADING_GIB_S: Final = 1.5
+"""Least rate from LLM() to an engine that is ready, in GiB of random weights a second."""
 
 
 def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
@@ -45,6 +49,7 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
         *_planned_rows({k: v for k, v in good.items() if _kind(k) != "prefetch_step"}),
         *_counter_rows(good),
         *_pinning_rows(good),
+        *_loading_rows(good),
     ]
     lacking = lacks(found)
     if card:
@@ -205,10 +210,8 @@ def _counter_rows(found: Found) -> Iterator[Row]:
         counter = result.sample("steps")["counter"]
         if counter and counter["nvml_gb_s"]:
             ours, theirs = counter["engine_gb_s"], counter["nvml_gb_s"]
-            text = f"{ours:.2f} against {theirs:.2f} GB/s in {counter['wall_s']:.0f} s "
-            text += f"(x {counter['factor']:.3f})"
             what = f"{result.title}: engine's bytes / NVML's counter of the link, calibrated"
-            yield make_row(what, (text, ours / theirs), least=0.9, most=1.1)
+            yield make_row(what, (counter_text(counter), ours / theirs), least=0.9, most=1.1)
 
 
 def _pinning_rows(found: Found) -> Iterator[Row]:
@@ -221,6 +224,18 @@ def _pinning_rows(found: Found) -> Iterator[Row]:
             what = f"{result.title}: host memory touched and registered, GiB/s"
             value = f"{pinned:.2f} GiB in {seconds:.2f} s", pinned / seconds
             yield make_row(what, value, least=LEAST_PINNING_GIB_S)
+
+
+def _loading_rows(found: Found) -> Iterator[Row]:
+    """From LLM() to an engine that is ready; not of the first, which compiles kernels for all."""
+    for result in list(found.values())[1:]:
+        plan: dict[str, Any] = (result.record.plan if result.record is not None else None) or {}
+        weights = sum(plan.get("placements", {}).values()) / GIB
+        seconds = result.sample("build").get("seconds")
+        if weights >= LEAST_PINNED_GIB and seconds:
+            what = f"{result.title}: LLM() to ready: weights / time, GiB/s"
+            value = f"{weights:.2f} GiB in {seconds:.2f} s", weights / seconds
+            yield make_row(what, value, least=LEAST_LOADING_GIB_S)
 
 
 def _sweep_table(found: Found) -> list[str]:

@@ -15,6 +15,7 @@ from harness.studies.table import (
     LackError,
     Row,
     Value,
+    counter_text,
     engine_table,
     known,
     lacks,
@@ -65,6 +66,8 @@ def _rows(found: Found, *, is_default: bool) -> list[Row]:
         row("kv_long", what, partial(_beyond, name, times), most=1.10)
     what = "decode, at least 4 GB of KV over the link a step: bytes / step / in-place rate"
     row("kv_long", what, _streamed_kv, least=0.90)
+    what = "the longest: engine's bytes / NVML's counter of the link, calibrated"
+    row("kv_long", what, _counted, least=0.9, most=1.1)
     what = "a parked conversation: swap in and out / a turn of 128 tokens"
     row("kv_cpu", what, _parked, most=0.05)
     what = "sequences of 1.3 times the GPU's room, in rounds / kv=gpu at its room: tokens/s"
@@ -151,6 +154,14 @@ def _streamed_kv(found: Found) -> Value:
     require(moved >= LEAST_STREAMED_BYTES, f"a step read {moved / 1e9:.2f} GB over the link")
     text = f"{moved / 1e9:.2f} GB in {run['step_s'] * 1e3:.1f} ms"
     return text, moved / run["step_s"] / 1e9 / _in_place(found)
+
+
+def _counted(found: Found) -> Value:
+    counter = _part(found, "kv_long", "long").get("counter")
+    if counter is None:
+        raise LackError("scenario.tiers.counter_s is 0")
+    ours, theirs = counter["engine_gb_s"], known(counter["nvml_gb_s"], "NVML's counter")
+    return counter_text(counter), ours / theirs
 
 
 def _parked(found: Found) -> Value:

@@ -156,6 +156,13 @@ class Judged:
             yield row.what, row.figure, share, row.target, verdict
 
 
+def counter_text(counter: Figures) -> str:
+    """Return the engine's rate and that of NVML's counter in words."""
+    ours, theirs = counter["engine_gb_s"], counter["nvml_gb_s"]
+    span = f"in {counter['wall_s']:.0f} s (x {counter['factor']:.3f})"
+    return f"{ours:.2f} against {theirs:.2f} GB/s {span}"
+
+
 def grid(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> list[str]:
     """Return a Markdown table as lines."""
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import count
@@ -32,6 +32,9 @@ from harness.systems.door import BuildEngine, Progress
 from harness.work.drive import StepCounts
 
 HOST: Final = "cpu"
+WARM_UP_TOKENS: Final = 32
+"""Of the prompt of the request that a load runs."""
+WARM_UP_STEPS: Final = 3
 PACKAGES: Final = ("transformers", "accelerate", "torch")
 
 
@@ -127,6 +130,21 @@ def device_map(num_layers: int, num_host: int, device: str | int) -> dict[str, s
     return found | dict.fromkeys(others, device)
 
 
+def described(placed: Iterable[str], host_modules: Collection[str]) -> dict[str, list[str]]:
+    """Return a device map as devices with their modules; layers in a row are `first-last`."""
+    found: dict[str, list[str]] = {}
+    for name in placed:
+        modules = found.setdefault("cpu" if name in host_modules else "gpu", [])
+        stem, _, last = name.rpartition(".")
+        before, _, number = (modules or [""])[-1].rpartition(".")
+        first, _, end = number.partition("-")
+        if last.isdecimal() and before == stem and int(end or first) + 1 == int(last):
+            modules[-1] = f"{stem}.{first}-{last}"
+        else:
+            modules.append(name or "all")
+    return found
+
+
 def largest_batch(sizes: Sizes, num_host: int, lengths: Mapping[str, int]) -> int:
     """Return how many of the sequences of these lengths fit beside the weights, in order."""
     layers = sizes.spec.num_hidden_layers
@@ -155,6 +173,8 @@ class PlacedModel:
     device_bytes: int
     host_modules: tuple[str, ...]
     attention: str
+    device_map: Mapping[str, list[str]]
+    """Modules by device: gpu | cpu."""
 
 
 def load_model(
@@ -180,7 +200,7 @@ def load_model(
         if device.kind != "cuda":
             _dispatch(model, placed, host_modules, device)
     model.eval()
-    return _check(model, spec, dtype, host_modules)
+    return _check(model, spec, dtype, host_modules, described(placed, host_modules))
 
 
 def _stored_model(
@@ -260,7 +280,13 @@ def _dispatch(
         attach_align_device_hook(module, execution_device="cpu", offload=True, weights_map=weights)
 
 
-def _check(model: Any, spec: ModelSpec, dtype: str, host_modules: tuple[str, ...]) -> PlacedModel:
+def _check(
+    model: Any,
+    spec: ModelSpec,
+    dtype: str,
+    host_modules: tuple[str, ...],
+    device_map: Mapping[str, list[str]],
+) -> PlacedModel:
     """Count the weights by where they are; weights that a pass copies lie on no device."""
     params = list(model.parameters())  # each once, tied or not
     host = sum(param.nbytes for param in params if param.device.type == "meta")
@@ -279,7 +305,53 @@ def _check(model: Any, spec: ModelSpec, dtype: str, host_modules: tuple[str, ...
         device_bytes=resident,
         host_modules=host_modules,
         attention=attention,
+        device_map=device_map,
     )
+
+
+def host_tensors(model: Any) -> Iterator[Any]:
+    """Yield the tensors that accelerate's hooks copy in a forward pass."""
+    for module in model.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            if getattr(each, "offload", False):
+                for name, _ in module.named_parameters(recurse=False):
+                    yield each.weights_map[name]
+
+
+def timed_copies(model: Any, device: PeerDevice) -> dict[str, Any]:
+    """Copy what a forward pass copies, tensor by tensor as hooks do; return how long it took.
+
+    What a token takes beyond that is of the hooks, of the allocator, which accelerate empties at
+    each copy, and of the launches. Without a GPU nothing is copied.
+    """
+    tensors = list(host_tensors(model))
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    found = {
+        "num_tensors": len(tensors),
+        "num_bytes": num_bytes,
+        "is_pinned": any(tensor.is_pinned() for tensor in tensors),
+        "seconds": None,
+        "gb_s": None,
+    }
+    if device.kind != "cuda" or not tensors:
+        return found
+    begin_s = time.perf_counter()
+    for tensor in tensors:
+        tensor.to(device.torch_name)  # returns when it is there
+    seconds = time.perf_counter() - begin_s
+    return found | {"seconds": seconds, "gb_s": num_bytes / seconds / 1e9}
+
+
+def warm_up(model: Any, spec: ModelSpec, max_model_len: int, device: PeerDevice) -> None:
+    """Run one request: what a process does for the first time belongs to the load."""
+    length = max(1, min(WARM_UP_TOKENS, max_model_len - WARM_UP_STEPS))
+    prompt = [index % spec.vocab_size for index in range(length)]
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=WARM_UP_STEPS)
+    request = Request(request_id="warm-up", prompt_token_ids=prompt, params=params)
+    batch = StaticBatch(model, [Row(request=request)], device.torch_name)
+    while not batch.is_done:
+        batch.step()
 
 
 @dataclass(kw_only=True)
@@ -415,8 +487,10 @@ class AccelerateEngine:
         device: PeerDevice,
         sizes: Sizes,
         placed: PlacedModel,
+        copies: Mapping[str, Any],
         load: PhaseClock,
     ) -> None:
+        self._copies = dict(copies)
         self.spec, self.load_report = spec, load.report()
         self.max_model_len = sizes.max_model_len
         self.last_step: StepCounts | None = None
@@ -431,7 +505,7 @@ class AccelerateEngine:
                 "dtype": sizes.dtype,
                 "gpu_budget_bytes": device.budget_bytes,
                 "weights": {"gpu_bytes": placed.device_bytes, "host_bytes": placed.host_bytes},
-                "host_modules": list(placed.host_modules),
+                "device_map": dict(placed.device_map),
             },
         )
         self._waiting: deque[Row] = deque()
@@ -454,7 +528,10 @@ class AccelerateEngine:
         num_host = host_layers(sizes, config)
         device.enforce()
         placed = load_model(config, spec, sizes.dtype, device, num_host, load)
-        return cls(config, spec, device, sizes, placed, load)
+        with load.phase("warm_up"):
+            copies = timed_copies(placed.model, device)
+            warm_up(placed.model, spec, sizes.max_model_len, device)
+        return cls(config, spec, device, sizes, placed, copies, load)
 
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None
@@ -552,6 +629,8 @@ class AccelerateEngine:
             "backend": "accelerate",
             "placement_bytes": {"resident": placed.device_bytes, "copied": placed.host_bytes},
             "host_pageable_bytes": placed.host_bytes,
+            "device_map": dict(placed.device_map),
+            "host_copies": self._copies,
             "offloaded_layers": [int(name.rsplit(".", 1)[-1]) for name in placed.host_modules],
             "attention": placed.attention,
             "batching": "static, padded on the left, ended rows computed until the last one ends",

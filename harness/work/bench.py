@@ -253,27 +253,46 @@ def _first_tokens(sender: Sender, num: int, length: int) -> tuple[float, list[in
 
 def count_link(sender: Sender, config: StepsScenario, counter: LinkCounter | None) -> Figures:
     """Decode one sequence after another for `counter_s` beside NVML's counter."""
-    llm, clock = sender.llm, sender.clock
-    tokens = min(NUM_COUNTED_TOKENS, llm.max_model_len - config.prompt_tokens)
+    tokens = min(NUM_COUNTED_TOKENS, sender.llm.max_model_len - config.prompt_tokens)
     prompt = sender.prompt(config.prompt_tokens, "counter")
+    return counted(sender, config.counter_s, counter, lambda: sender.send(prompt, tokens))
+
+
+def counted(
+    sender: Sender, seconds: float, counter: LinkCounter | None, send: Callable[[], object]
+) -> Figures:
+    """Run steps for a while; hold the engine's bytes against NVML's counter of the link.
+
+    Bytes are those of weights, copied and in place, and of KV that is read in place or loaded.
+
+    Args:
+        sender: Of the engine.
+        seconds: How long.
+        counter: The link's; None: there is none.
+        send: Sends a request; called whenever none is left.
+    """
+    llm, clock = sender.llm, sender.clock
 
     def moved() -> int:
         stats = llm.stats()
-        return int(stats["h2d_bytes"]) + int(stats["in_place_bytes"])
+        kv = stats["kv"]
+        copied = int(stats["h2d_bytes"]) + int(kv["moved"]["loaded_bytes"])
+        in_place = int(stats["in_place_bytes"]) + int(kv["in_place_bytes"])
+        return copied + in_place + int(kv["staged_prefill_bytes"])
 
     def decode_on() -> tuple[int, float]:
         begin_s, before = clock(), moved()
-        while clock() - begin_s < config.counter_s:
-            sender.send(prompt, tokens)
-            while sender.driver.has_unfinished and clock() - begin_s < config.counter_s:
-                sender.driver.step()
-            sender.driver.cancel("its time is over")
+        while clock() - begin_s < seconds:
+            if not sender.driver.has_unfinished:
+                send()
+            sender.driver.step()
         return moved() - before, clock() - begin_s
 
     if counter is None:
         (num_bytes, wall_s), counted_gb_s = decode_on(), None
     else:
         (num_bytes, wall_s), counted_gb_s = counter.measured(decode_on)
+    sender.driver.cancel("its time is over")
     sender.driver.drain()
     return {
         "wall_s": wall_s,

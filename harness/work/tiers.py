@@ -9,7 +9,15 @@ from statistics import mean, median
 from typing import Any, Final
 
 from harness.config.study import TiersScenario
-from harness.work.bench import SETTLE_STEPS, DecodeGaps, Figures, Sender
+from harness.observe.link import LinkCounter
+from harness.work.bench import (
+    NUM_COUNTED_TOKENS,
+    SETTLE_STEPS,
+    DecodeGaps,
+    Figures,
+    Sender,
+    counted,
+)
 from harness.work.drive import Clock
 from harness.work.kv import Counts, counts, since
 from reports.record.record import percentile
@@ -31,15 +39,16 @@ def measure_tiers(
     config: TiersScenario,
     *,
     clock: Clock,
+    counter: LinkCounter | None = None,
     on_part: Callable[[str], None],
     save: Callable[[Figures], None],
 ) -> None:
     """Measure the parts in order; one that fails says so and leaves the others' figures.
 
-    The engine has prefix caching. `on_part` gets the name of each before it begins, `save` the
-    figures so far after each.
+    The engine has prefix caching. `counter` is the link's; None: there is none. `on_part` gets the
+    name of each before it begins, `save` the figures so far after each.
     """
-    tiers, work, found = Tiers(llm, clock), config.scaled(), Figures()
+    tiers, work, found = Tiers(llm, clock, counter), config.scaled(), Figures()
     for name in config.parts:
         on_part(name)
         begin_s = clock()
@@ -56,8 +65,9 @@ def measure_tiers(
 class Tiers(Sender):
     """A sender that knows the room of both tiers and what moved between them."""
 
-    def __init__(self, llm: Any, clock: Clock) -> None:
+    def __init__(self, llm: Any, clock: Clock, counter: LinkCounter | None = None) -> None:
         super().__init__(llm, clock)
+        self.counter = counter
         self._begin = self.counts()
         self.block: int = llm.plan.block_size
 
@@ -330,7 +340,8 @@ def measure_turns(tiers: Tiers, work: TiersScenario) -> Figures:
 def measure_long(tiers: Tiers, work: TiersScenario) -> Figures:
     """Decode one sequence at the end of the GPU's room, beyond it, and at the longest there is.
 
-    `runs` has each by name; `resident` ends where the GPU's room does.
+    `runs` has each by name; `resident` ends where the GPU's room does. `counter` holds the bytes of
+    the longest against NVML's counter; None: not asked for.
     """
     room = tiers.gpu_tokens
     reach = room + tiers.host_tokens
@@ -343,7 +354,29 @@ def measure_long(tiers: Tiers, work: TiersScenario) -> Figures:
         for name, total in lengths.items()
         if total <= most
     }
-    return {"room": room, "reach": reach, "max_model_len": tiers.llm.max_model_len, "runs": runs}
+    return {
+        "room": room,
+        "reach": reach,
+        "max_model_len": tiers.llm.max_model_len,
+        "runs": runs,
+        "counter": _count_at(tiers, most, work.counter_s) if work.counter_s else None,
+    }
+
+
+def _count_at(tiers: Tiers, total: int, seconds: float) -> Figures:
+    """Hold the bytes of one sequence's decode, at about `total` tokens, against NVML's counter."""
+    tiers.llm.reset_cache()
+    output = min(NUM_COUNTED_TOKENS, total // 2)
+    prompt = tiers.prompt(total - output, "counter")
+
+    def send() -> None:
+        """Send it, and compute its prompt."""
+        times = tiers.send(prompt, output)
+        while tiers.driver.has_unfinished and not times.token_times_s:
+            tiers.driver.step()
+
+    send()
+    return counted(tiers, seconds, tiers.counter, send)
 
 
 def measure_streamed(tiers: Tiers, work: TiersScenario) -> Figures:

@@ -35,7 +35,7 @@ class TieredLLM:
         self.new, self.running, self.last_step = [], [], None
         self.found = dict.fromkeys(("hits_gpu_tokens", "hits_cpu_tokens", "missed_tokens"), 0)
         self.loaded = self.stored = self.swaps = 0
-        self.resets = 0
+        self.resets = self.read = 0
 
     def memory(self):
         return {}
@@ -90,6 +90,7 @@ class TieredLLM:
 
     def emit(self, requests, prompt_tokens, far):
         decoded = 0 if prompt_tokens else len(requests)
+        self.read += 100 * far
         self.last_step = SimpleNamespace(
             num_prefill_tokens=prompt_tokens,
             num_decode_tokens=decoded,
@@ -140,7 +141,11 @@ class TieredLLM:
 
     def stats(self):
         return {
+            "h2d_bytes": 0,
+            "in_place_bytes": 0,
             "kv": {
+                "in_place_bytes": self.read,
+                "staged_prefill_bytes": 0,
                 "gpu": {"blocks": self.gpu_blocks},
                 "cpu": {"blocks": self.cpu_blocks, "in_transit": 0},
                 "prefix": dict(self.found),
@@ -149,5 +154,5 @@ class TieredLLM:
                 "recomputes": 0,
                 "preemptions": 0,
                 "moved": {"loaded_bytes": 100 * self.loaded, "stored_bytes": 100 * self.stored},
-            }
+            },
         }

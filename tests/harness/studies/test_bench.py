@@ -142,6 +142,17 @@ def test_nvml_agrees_within_a_tenth(nvml, is_met):
     assert (row.is_met if row else None) is is_met
 
 
+@pytest.mark.parametrize(("load_s", "is_met"), [(7.25, True), (9.4, False)])
+def test_loading_is_held_against_a_rate_behind_the_first_point(load_s, is_met):
+    found = {"resident": case("resident"), "uva": case("uva")}
+    found["uva"].record.samples["build"]["seconds"] = load_s
+    got = {what: row for what, row in by_name(found).items() if "to ready" in what}
+    assert list(got) == ["uva: LLM() to ready: weights / time, GiB/s"]
+    (row,) = got.values()
+    assert (row.figure, row.is_met) == (f"14.00 GiB in {load_s:.2f} s", is_met)
+    assert row.share == pytest.approx(14 / load_s)
+
+
 def test_an_emulated_card_is_held_against_no_target():
     found = {"prefetch": case("prefetch", {1: decode(1.0, copied=8_000_000_000)})}
     made = judge(found, card=None, is_default=True).without_targets().rows

@@ -72,6 +72,23 @@ def test_steps_beyond_the_room_against_their_parts():
     assert (got.share, got.is_met) == (pytest.approx(11 / 0.24 / 50), True)
 
 
+@pytest.mark.parametrize(
+    ("counter", "is_met", "figure"),
+    [
+        (None, None, "not measured: scenario.tiers.counter_s is 0"),
+        ({"nvml_gb_s": None}, None, "not measured: NVML's counter is not known"),
+        ({"nvml_gb_s": 40.0}, True, "44.00 against 40.00 GB/s in 10 s (x 0.900)"),
+        ({"nvml_gb_s": 39.0}, False, "44.00 against 39.00 GB/s in 10 s (x 0.900)"),
+    ],
+)
+def test_kv_read_in_place_against_nvml(counter, is_met, figure):
+    ours = {"engine_gb_s": 44.0, "wall_s": 10.5, "factor": 0.9}
+    parts = {"room": 1, "reach": 2, "runs": {}, "counter": counter and ours | counter}
+    got = row({"kv_long": case(long=parts)}, "the longest: engine's bytes / NVML's counter")
+    assert (got.figure, got.is_met) == (figure, is_met)
+    assert got.target == "at least 0.9, at most 1.1"
+
+
 def test_the_longest_context_counts_where_it_ran_to_its_end():
     got = row(long_case(), "longest context")
     assert (got.share, got.is_met) == (1.0, True)

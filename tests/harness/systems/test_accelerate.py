@@ -22,6 +22,7 @@ from harness.systems.accelerate_engine import (
     Row,
     Sizes,
     StaticBatch,
+    described,
     host_layers,
     load_code,
 )
@@ -86,6 +87,35 @@ def test_bytes_in_host_memory_are_counted_from_the_modules():
     assert placed["copied"] == layer
     assert placed["resident"] == SPEC.weight_bytes("float32") - layer
     llm.close()
+
+
+def test_the_record_has_the_device_map_and_what_a_step_copies():
+    llm = open_engine(offload=OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=1e-4)))
+    found = llm.effective()
+    layers, num_host = SPEC.num_hidden_layers, len(found["offloaded_layers"])
+    assert 0 < num_host < layers
+    split = layers - num_host
+    assert found["device_map"]["cpu"] == [
+        f"model.layers.{split}" + (f"-{layers - 1}" if num_host > 1 else "")
+    ]
+    assert found["device_map"]["gpu"][0] == "model.embed_tokens"
+    assert found["device_map"]["gpu"][-1] == "lm_head"
+    copies = found["host_copies"]
+    assert copies["num_bytes"] == found["placement_bytes"]["copied"]
+    assert copies["num_tensors"] == num_host * 9  # 7 projections, 2 norms
+    assert (copies["is_pinned"], copies["seconds"]) == (False, None)
+    assert llm.load_report.phases["warm_up"] > 0
+    assert llm.stats()["steps"] == 0  # warming up counts as none
+    llm.close()
+
+
+def test_a_device_map_in_words():
+    layers = [f"model.layers.{number}" for number in range(5)]
+    assert described(["model.embed_tokens", *layers, "lm_head"], layers[2:]) == {
+        "gpu": ["model.embed_tokens", "model.layers.0-1", "lm_head"],
+        "cpu": ["model.layers.2-4"],
+    }
+    assert described([""], []) == {"gpu": ["all"]}
 
 
 def test_what_does_not_fit_and_what_is_not_greedy_is_refused():
