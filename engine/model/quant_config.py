@@ -58,9 +58,9 @@ def read_quantization(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def quantization_notes(config: Mapping[str, Any]) -> list[str]:
     """Return what is to be said of a config.json whose quantisation is read in part."""
     found = config.get("quantization_config") or config.get("compression_config") or {}
-    groups = (found.get("config_groups") or {}).values()
-    inputs = any(group.get("input_activations") for group in groups)
-    inputs |= found.get("quant_method") == "fp8"
+    inputs = found.get("quant_method") == "fp8"
+    if found.get("quant_method") == "compressed-tensors":
+        inputs = any(group.get("input_activations") for group in found["config_groups"].values())
     kinds = {"activations": inputs, "keys and values": bool(found.get("kv_cache_scheme"))}
     named = ", ".join(name for name, is_there in kinds.items() if is_there)
     if not named:
@@ -81,6 +81,30 @@ def _whole(found: Mapping[str, Any], *names: str) -> int:
     raise _refused(f"expected a whole number for {names[0]}, got {got[names[0]]!r}")
 
 
+def _names(found: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """Return the names of modules that stand under the first of some keys that has any.
+
+    Those that begin with `re:` are regular expressions.
+    """
+    key = next((key for key in keys if found.get(key)), keys[0])
+    names = found.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _refused(f"expected a list of names for {key}, got {names!r}")
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise _refused(f"{key}: {name!r} is no regular expression ({error})") from error
+    return tuple(names)
+
+
+def _plain(found: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """Return what stays plain: the head, and modules whose names have any of some parts."""
+    # transformers takes any part of a name.
+    kept = (f"re:.*{re.escape(name)}" for name in _names(found, *keys) if name != "lm_head")
+    return "lm_head", *kept
+
+
 def _read_awq(found: Mapping[str, Any], dtype: str) -> Quantisation:
     """Read what AutoAWQ writes; a scale is float16 there whatever the model's dtype is."""
     del dtype
@@ -92,11 +116,8 @@ def _read_awq(found: Mapping[str, Any], dtype: str) -> Quantisation:
         raise _refused(f"got AWQ with {bits} bits, expected 4")
     if found.get("zero_point", True) is not True:
         raise _refused("got AWQ with zero_point=false, expected true")
-    kept = found.get("modules_to_not_convert") or ()
-    # transformers takes any part of a name.
-    ignore = ("lm_head", *(f"re:.*{re.escape(name)}" for name in kept if name != "lm_head"))
     scheme = Scheme("awq", 4, 0 if group == -1 else group)
-    return Quantisation("awq", (((LINEAR,), scheme),), ignore)
+    return Quantisation("awq", (((LINEAR,), scheme),), _plain(found, "modules_to_not_convert"))
 
 
 def _read_gptq(found: Mapping[str, Any], dtype: str) -> Quantisation:
@@ -136,8 +157,10 @@ def _read_compressed(found: Mapping[str, Any], dtype: str) -> Quantisation:
     if not isinstance(groups, Mapping) or not groups:
         raise _refused(f"expected config_groups, got {groups!r}")
     schemes = []
-    for group in groups.values():
-        targets = tuple(group.get("targets") or ())
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
+            raise _refused(f"expected an object with weights in config_groups.{name}")
+        targets = _names(group, "targets")
         for target in targets:
             if target[:1].isupper() and target != LINEAR:
                 raise _refused(f"got the target {target!r}, expected Linear or names of modules")
@@ -145,7 +168,7 @@ def _read_compressed(found: Mapping[str, Any], dtype: str) -> Quantisation:
         schemes.append((targets, _scheme_of(group.get("weights") or {}, kind, dtype)))
     # A name, or an expression, counts before what all matrices match.
     schemes.sort(key=lambda each: LINEAR in each[0])
-    return Quantisation("compressed-tensors", tuple(schemes), tuple(found.get("ignore") or ()))
+    return Quantisation("compressed-tensors", tuple(schemes), _names(found, "ignore"))
 
 
 def _scheme_of(weights: Mapping[str, Any], kind: Any, dtype: str) -> Scheme:
@@ -197,8 +220,7 @@ def _read_fp8(found: Mapping[str, Any], dtype: str) -> Quantisation:
         raise _refused(f"got fp8 with scale_fmt={kind.pop()!r}, expected float")
     block = found.get("weight_block_size")
     rows, group = (0, 0) if block is None else _block(block)
-    kept = found.get("modules_to_not_convert") or found.get("ignored_layers") or ()
-    ignore = ("lm_head", *(f"re:.*{re.escape(name)}" for name in kept if name != "lm_head"))
+    ignore = _plain(found, "modules_to_not_convert", "ignored_layers")
     scheme = Scheme("fp8", 8, group, "float32", symmetric=True, rows=rows)
     return Quantisation("fp8", (((LINEAR,), scheme),), ignore)
 
@@ -213,8 +235,7 @@ def _read_bitsandbytes(found: Mapping[str, Any], dtype: str) -> Quantisation:
     if (storage := found.get("bnb_4bit_quant_storage", "uint8")) != "uint8":
         raise _refused(f"got bitsandbytes with bnb_4bit_quant_storage={storage!r}, expected uint8")
     nested = bool(found.get("bnb_4bit_use_double_quant"))
-    kept = found.get("llm_int8_skip_modules") or ()
-    ignore = ("lm_head", *(f"re:.*{re.escape(name)}" for name in kept if name != "lm_head"))
+    ignore = _plain(found, "llm_int8_skip_modules")
     scheme = Scheme("nf4", 4, 64, "float32", symmetric=True, nested=nested)
     return Quantisation("bitsandbytes", (((LINEAR,), scheme),), ignore)
 

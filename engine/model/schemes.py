@@ -289,7 +289,7 @@ def why_not(scheme: Scheme, rows: int, columns: int) -> str:
     size, unit = scheme.group, 32 // scheme.bits
     if (scheme.gguf_type or scheme.layout == "nf4") and columns % size:
         return f"a multiple of {size} columns, got {columns}"
-    if size and size not in {16, 32, columns} and size % TILE:
+    if size < 0 or (size and size not in {16, 32, columns} and size % TILE):
         return f"groups of 16, 32, a multiple of {TILE} or all columns, got {size}"
     if size and columns % size and scheme.layout in _WORDS:
         return f"groups of {size} that divide its columns, got {columns}"

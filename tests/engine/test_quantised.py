@@ -205,6 +205,7 @@ def compressed_of(
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({"quant_method": "gptq", "dynamic": {"a": {"bits": 8}}}, "dynamic="),
         ({"quant_method": "gptq", "group_size": 48}, "groups of 16, 32, a multiple of 64"),
+        ({"quant_method": "awq", "group_size": -64}, "groups of 16, 32.* got -64"),
         ({"quant_method": "awq", "group_size": 128}, "groups of 128 that divide its columns"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2', expected e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"got \[128\]"),
@@ -216,6 +217,10 @@ def compressed_of(
         (compressed_of(weights={"num_bits": 2}), "pack-quantized with int2, expected 4 or 8"),
         (compressed_of(weights={"strategy": "tensor_group"}), "strategy='tensor_group'"),
         (compressed_of(targets=["Embedding"]), "the target 'Embedding'"),
+        (compressed_of(ignore="lm_head"), "a list of names for ignore, got 'lm_head'"),
+        (compressed_of(ignore=["re:("]), "ignore: 're:\\(' is no regular expression"),
+        (compressed_of(config_groups={"a": 1}), "an object with weights in config_groups.a"),
+        ({"quant_method": "awq", "modules_to_not_convert": [1]}, r"modules_to_not_convert, got"),
     ],
     ids=str,
 )
