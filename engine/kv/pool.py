@@ -48,6 +48,10 @@ class PoolStats:
     """The same, read in the host tier."""
     lost: int = 0
     """The same, not found, so computed again."""
+    demoted: int = 0
+    """Blocks of running sequences that their owners use in the host tier from then on."""
+    promoted: int = 0
+    """The same, on the GPU."""
     swapped_out: int = 0
     """Blocks of preempted sequences, findable when those had lost them."""
     stores: int = 0
@@ -326,15 +330,32 @@ class TieredBlockPool:
         """GPU blocks with an owner."""
         return self.states.num_owned_gpu
 
+    @property
+    def num_free_in_place(self) -> int:
+        """Host blocks without an owner that compute reaches and no move touches."""
+        return sum(map(len, self._in_place_lists()))
+
     def num_owned_gpu(self, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks lie on the GPU and have an owner."""
         owners, first_host = self.states.owners, self.num_gpu_blocks
         return len([b for b in block_ids if b < first_host and owners[b]])
 
-    def num_allocatable(self, room: Room) -> int:
+    def num_owned_host(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks lie in the host tier and have an owner."""
+        owners, first_host = self.states.owners, self.num_gpu_blocks
+        return len([b for b in block_ids if b >= first_host and owners[b]])
+
+    def num_too_many(self, found: Sequence[int]) -> int:
+        """Return for how many host blocks of those found the GPU has no room now."""
+        first_host, owners = self.num_gpu_blocks, self.states.owners
+        hosts = len([b for b in found if b >= first_host])
+        idle = len([b for b in found if b < first_host and not owners[b]])
+        return max(0, hosts + idle - self.num_free)
+
+    def num_allocatable(self, room: Room, keep: int = 0) -> int:
         """Return how many blocks `allocate` can hand out now."""
-        host = sum(map(len, self._in_place_lists())) if room == "either" else 0
-        return self.num_free + host
+        host = self.num_free_in_place if room == "either" else 0
+        return max(0, self.num_free - keep) + host
 
     def use(self, tier: Tier) -> dict[str, int]:
         """Return a tier's blocks by what they are: owned, cached (findable, no owner), free.
@@ -355,18 +376,21 @@ class TieredBlockPool:
         gpu, cpu = self.states.gpu_index, self.states.cpu_index
         return [key in gpu or key in cpu for key in keys]
 
-    def allocate(self, n: int, room: Room = "gpu") -> list[int]:
+    def allocate(self, n: int, room: Room = "gpu", keep: int = 0) -> list[int]:
         """Take `n` blocks with one owner each, those on the GPU first; nothing is evicted in vain.
+
+        `keep` blocks of the GPU are left to others.
 
         Raises:
             EngineError: There are not so many; ask `num_allocatable` first.
         """
-        if not 0 <= n <= self.num_allocatable(room):
+        most = self.num_allocatable(room, keep)
+        if not 0 <= n <= most:
             raise EngineError(
-                f"block pool: expected at most {self.num_allocatable(room)} blocks ({room}), got "
-                f"a demand for {n}. Ask num_allocatable first."
+                f"block pool: expected at most {most} blocks ({room}), got a demand for {n}. Ask "
+                "num_allocatable first."
             )
-        num_gpu = min(n, self.num_free)
+        num_gpu = min(n, max(0, self.num_free - keep))
         # Host blocks first: what leaves the GPU must not be stored to them.
         host = self._take_host(islice(chain(*self._in_place_lists()), n - num_gpu))
         gpu = self._take_gpu(num_gpu)
@@ -486,6 +510,73 @@ class TieredBlockPool:
         elif not resumed:
             stats.hits_unseen_gpu += num_unseen
         return table, self.ledger.incoming_to(table)
+
+    def demote(self, block_ids: Iterable[int]) -> dict[int, int]:
+        """Let the owners of GPU blocks use host blocks in place instead, as far as there are any.
+
+        The owners put the new numbers into their tables, and read none before the moves that bring
+        its content are complete. The GPU blocks are free.
+
+        Args:
+            block_ids: Blocks with owners and keys.
+
+        Returns:
+            The new block of each that was replaced.
+        """
+        states, end = self.states, self.num_gpu_blocks + self.num_in_place
+        asked = list(block_ids)
+        copies = zip(asked, states.copies_of(asked), strict=True)
+        found = {old: copy for old, copy in copies if copy is not None and copy < end}
+        states.own(found.values())  # none of the copies may give way to the others
+        lacking = [b for b in asked if b not in found][: self.num_free_in_place]
+        for copy in states.copies_of(lacking):
+            if copy is not None:  # where compute does not reach it
+                states.set_key(copy, None)
+        targets = sorted(self._take_host(islice(chain(*self._in_place_lists()), len(lacking))))
+        sources = sorted(lacking)
+        states.own(targets)  # the move takes one owner
+        states.move("store", sources, targets)
+        self.stats.stores += len(targets)
+        found.update(zip(sources, targets, strict=True))
+        for old, new in found.items():
+            count = states.owners[old]
+            states.own([new] * (count - 1))
+            states.set_key(old, None)
+            states.settle(*states.disown([old] * count))
+        self.stats.demoted += len(found)
+        return found
+
+    def copy(self, block_ids: Iterable[int]) -> None:
+        """Store copies of GPU blocks with owners and keys, with which `demote` needs no moves."""
+        self._store(list(block_ids))
+
+    def promote(self, block_ids: Iterable[int]) -> dict[int, int]:
+        """Let the owners of host blocks use GPU blocks instead, as far as there are any.
+
+        As `demote`; the host blocks stay as copies, as long as there is room.
+        """
+        states = self.states
+        found: dict[int, int] = {}
+        lacking = []
+        for block_id in block_ids:
+            key = states.keys[block_id]
+            assert key is not None
+            near = states.gpu_index.get(key)
+            if near is None:
+                lacking.append(block_id)
+            else:
+                found[block_id] = near
+                states.own([near])
+        sources = sorted(lacking[: self.num_free])
+        loaded = dict(zip(sources, sorted(self._take_gpu(len(sources))), strict=True))
+        for old, new in (*found.items(), *loaded.items()):
+            states.own([new] * (states.owners[old] - 1))
+        states.settle(*states.disown([old for old in found for _ in range(states.owners[old])]))
+        states.disown([old for old in sources for _ in range(states.owners[old] - 1)])
+        states.move("load", list(loaded), list(loaded.values()))
+        self.stats.loads += len(loaded)
+        self.stats.promoted += len(found) + len(loaded)
+        return found | loaded
 
     def swap_out(self, table: Sequence[int], keys: Sequence[bytes]) -> int:
         """Take a sequence's blocks away and store what the host tier lacks; return how many remain.

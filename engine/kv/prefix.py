@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sys import byteorder
 from typing import Literal
 
-from engine.plan.sizes import SwapRates
+from engine.plan.sizes import ReadRates, SwapRates
 
 DIGEST_BYTES = 32
 """Length of a key; long enough that two contents with one key need not be considered."""
@@ -82,6 +82,8 @@ class KVPolicy:
     a host tier."""
     recompute_token_s: float = 0.0
     """What the plan expects a token to take that is computed again, seconds."""
+    read_rates: ReadRates | None = None
+    """What the plan expects decodes over both tiers to cost; None: host blocks cost nothing."""
 
 
 def swap_or_recompute(

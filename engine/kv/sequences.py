@@ -5,14 +5,15 @@ position p lies in its entry p // block_size; entries whose blocks were given ba
 nothing reads. All tables of a sequence have one length.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from engine.asked.request import Sequence
 from engine.errors import EngineError
-from engine.kv.pool import Retain, TieredBlockPool
+from engine.kv.pool import Retain, Room, TieredBlockPool
 from engine.kv.prefix import (
     KeyChain,
     KVPolicy,
@@ -22,13 +23,15 @@ from engine.kv.prefix import (
     usable_prefix,
 )
 from engine.plan.memory import MemoryPlan
-from engine.plan.sizes import num_held
+from engine.plan.sizes import NO_LIMIT, num_held
 
 GONE = -1
 AHEAD_PARTS = 8
 """Blocks are stored ahead in so many parts of what a step could take."""
 
 
+LONG_PARTS = 16
+"""A sequence that leaves less than such a part of the GPU's room to others is long."""
 PREPARE_TOKENS = 4096
 """Tokens whose keys are made at a time ahead of need."""
 
@@ -50,8 +53,9 @@ class Found:
 class BlockGroups:
     """Takes, names, finds and gives back the blocks of sequences, in all groups at once.
 
-    A sequence's blocks lie on the GPU. One that is alone may take blocks of the host tier as well,
-    where a pool has such in place: those that the GPU has no room for. They stay where they are.
+    A sequence's blocks lie on the GPU. One that is long, or alone, may take blocks of the host tier
+    as well, where a pool has such in place: those that the GPU has no room for. They stay where
+    they are, but for `demote` and `promote`.
 
     In groups behind the first the layers have a window, and sequences own no host blocks. A step
     has at most `step_tokens` tokens.
@@ -84,6 +88,8 @@ class BlockGroups:
         self._chains: dict[int, KeyChain] = {}
         self.gpu_room = first.num_free
         """Blocks of the first group that the GPU has for sequences."""
+        self.long_tokens = self._long_tokens()
+        """A sequence of more tokens is long: it may own host blocks."""
         self.num_given_back = 0
         """Counts times that blocks were given back."""
         self._ahead = [0] * len(self.pools)
@@ -108,6 +114,7 @@ class BlockGroups:
             prefix_caching=plan.prefix_caching,
             swap_rates=None if host is None else host.swap_rates,
             recompute_token_s=0.0 if host is None else host.recompute_token_s,
+            read_rates=None if host is None else host.read_rates,
         )
         return cls(pools, plan.max_num_batched_tokens, policy)
 
@@ -120,6 +127,17 @@ class BlockGroups:
         """Return the blocks of each group that a sequence of so many tokens holds in a step."""
         step, size = self._step_tokens, self.block_size
         return tuple(num_held(num_tokens, pool.window, step, size) for pool in self.pools)
+
+    def _long_tokens(self) -> int:
+        """Leave some room for others beside the longest sequence that is not long."""
+        room, longest = self.gpu_room, self.pools[0].num_blocks * self.block_size
+        if not self.pools[0].num_in_place or self.need(longest)[0] <= room:
+            return NO_LIMIT
+        return (room - room // LONG_PARTS) * self.block_size
+
+    def is_long(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may own host blocks, as the GPU has hardly room for it."""
+        return sequence.num_tokens > self.long_tokens
 
     def num_over(self, num_tokens: int) -> int:
         """Return how many blocks of so many tokens the GPU could never hold."""
@@ -183,6 +201,8 @@ class BlockGroups:
     ) -> bool:
         """Return whether a sequence has room on the GPU beside what running ones still need.
 
+        One that is long has it on both tiers.
+
         Args:
             sequence: One that waits.
             most: Most tokens that it will compute.
@@ -190,10 +210,17 @@ class BlockGroups:
             running: As for `num_spare`.
             more_tokens: For so many tokens beyond the known ones it is to have room if it can grow.
         """
-        left, known = self.num_spare(running, more_tokens), sequence.num_tokens
+        left, beyond = self._spare(running, more_tokens)
+        known = sequence.num_tokens
         wanted = self.need(max(known, min(most, known + more_tokens)))
         parts = zip(self.pools, found.blocks, strict=True)
         shared = [pool.num_owned_gpu(blocks) for pool, blocks in parts]
+        host = self.pools[0].num_free_in_place - beyond
+        if self.is_long(sequence):
+            left[0] += host
+            shared[0] += self.pools[0].num_owned_host(found.blocks[0])
+        else:
+            left[0] += min(0, host)
         return all(n >= w - s for n, w, s in zip(left, wanted, shared, strict=True))
 
     def num_spare(
@@ -201,51 +228,72 @@ class BlockGroups:
     ) -> list[int]:
         """Return the blocks of each group that are free on the GPU and not needed soon.
 
+        Long sequences need none of the first group.
+
         Args:
             running: Sequences, their known tokens and the most that each will compute.
             more_tokens: For so many tokens beyond the known ones every sequence is to have room if
                 it can grow; with 0, room for one block each.
         """
-        size, left = self.block_size, [pool.num_free for pool in self.pools]
+        return self._spare(running, more_tokens)[0]
+
+    def _spare(
+        self, running: Iterable[tuple[Sequence, int, int]], more_tokens: int
+    ) -> tuple[list[int], int]:
+        """Return `num_spare`, and the blocks of the first group that long ones need soon."""
+        size, left, beyond = self.block_size, [pool.num_free for pool in self.pools], 0
         more = max(1, -(-more_tokens // size))
         for sequence, known, most in running:
             end = min(-(-most // size), -(-known // size) + more)
             parts = zip(self.need(most), sequence.block_tables, sequence.num_gone, strict=True)
-            for group, (held, table, gone) in enumerate(parts):
-                left[group] -= max(0, min(end - len(table), held - (len(table) - gone)))
-        return left
+            lacking = [
+                max(0, min(end - len(table), held - (len(table) - gone)))
+                for held, table, gone in parts
+            ]
+            if self.is_long(sequence):
+                beyond, lacking[0] = beyond + lacking[0], 0
+            left = [n - each for n, each in zip(left, lacking, strict=True)]
+        return left, beyond
 
-    def extend(self, sequence: Sequence, start: int, want: int, *, alone: bool) -> int:
+    def extend(self, sequence: Sequence, start: int, want: int, room: Room, keep: int = 0) -> int:
         """Give a sequence blocks for up to `want` tokens from `start` on; return for how many.
 
-        It has blocks for those before `start`. If it is alone in having blocks, host blocks serve
-        where GPU blocks are short.
+        It has blocks for those before `start`. With room "either" host blocks serve where GPU
+        blocks are short, and before `keep` of those are taken.
         """
         lacking = self.num_lacking(sequence, start + want)
         if lacking == 0:
             return want
-        count = min(lacking, self.num_allocatable(alone=alone))
+        first, *others = self.pools
+        count = min(lacking, *[pool.num_free for pool in others], first.num_allocatable(room, keep))
+        if not count and keep:
+            return self.extend(sequence, start, want, room)
         granted = min(want, (len(sequence.block_tables[0]) + count) * self.block_size - start)
         if granted > 0:
-            for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-                # In rising order, so that neighbours can be copied as one.
-                table.extend(sorted(pool.allocate(count, "either" if alone else "gpu")))
+            # In rising order, so that neighbours can be copied as one.
+            sequence.block_tables[0].extend(sorted(first.allocate(count, room, keep)))
+            for pool, table in zip(others, sequence.block_tables[1:], strict=True):
+                table.extend(sorted(pool.allocate(count)))
         return max(0, granted)
 
-    def num_allocatable(self, *, alone: bool) -> int:
-        """Return how many blocks every group can hand out, for the only sequence if `alone`."""
-        return min(pool.num_allocatable("either" if alone else "gpu") for pool in self.pools)
+    def num_allocatable(self, room: Room) -> int:
+        """Return how many blocks every group can hand out."""
+        first, *others = self.pools
+        return min([first.num_allocatable(room), *[pool.num_free for pool in others]])
 
     def begin(self, sequence: Sequence, found: Found, *, alone: bool) -> bool:
         """Give a sequence the blocks found just now; return whether there is room for them.
 
         It runs once what is loaded of them is there (`is_pending`).
-        One that is alone begins behind as many of them as there is room for; what the GPU could
-        never hold of it stays in the host tier.
+        One that is long or alone begins behind as many of them as there is room for; of one that is
+        long what the GPU could never hold, or has no room for now, stays in the host tier.
         """
-        in_place = self.num_over(sequence.num_tokens) if alone else 0
+        in_place, is_long = 0, self.is_long(sequence)
+        if is_long:
+            over = self.num_over(sequence.num_tokens)
+            in_place = max(over, self.pools[0].num_too_many(found.blocks[0]))
         if not self._can_claim(found, in_place):
-            if not alone:
+            if not alone and not is_long:
                 return False
             found = self._most_that_fits(sequence, found, in_place)
         pending, resumed = [], sequence.num_preemptions > 0
@@ -342,6 +390,69 @@ class BlockGroups:
         sequence.table_version += 1
         self.num_given_back += 1
         return num_tokens
+
+    def movable(self, sequences: Iterable[Sequence]) -> tuple[Counter[int], Counter[int]]:
+        """Return full blocks of the first group that these sequences alone own, and how many do.
+
+        Those on the GPU, and those in the host tier.
+        """
+        pool, size, counts = self.pools[0], self.block_size, Counter[int]()
+        for sequence in sequences:
+            gone, full = sequence.num_gone[0], sequence.num_computed // size
+            counts.update(sequence.block_tables[0][gone:full])
+        near, far, owners = Counter[int](), Counter[int](), pool.states.owners
+        for block_id, count in counts.items():
+            if owners[block_id] == count:
+                (near if block_id < pool.num_gpu_blocks else far)[block_id] = count
+        return near, far
+
+    def demote(self, sequences: SequenceOf[Sequence], block_ids: SequenceOf[int]) -> int:
+        """Let sequences use host blocks instead of GPU blocks, as far as there are any.
+
+        No step in force may run them. They run once their content is there (`is_pending`).
+
+        Args:
+            sequences: All owners of the blocks.
+            block_ids: Blocks that are `movable`.
+
+        Returns:
+            How many GPU blocks are free for it.
+        """
+        new = self.pools[0].demote(self._named(sequences, block_ids))
+        self._replace(sequences, new)
+        self.num_given_back += 1
+        return len(new)
+
+    def copy(self, sequences: SequenceOf[Sequence], block_ids: SequenceOf[int]) -> None:
+        """Store copies of GPU blocks of sequences, so that `demote` needs none to be brought."""
+        self.pools[0].copy(self._named(sequences, block_ids))
+
+    def promote(self, sequences: SequenceOf[Sequence], block_ids: SequenceOf[int]) -> int:
+        """Let sequences use GPU blocks instead of host blocks; as `demote`, return how many."""
+        new = self.pools[0].promote(self._named(sequences, block_ids))
+        self._replace(sequences, new)
+        return len(new)
+
+    def _named(self, sequences: SequenceOf[Sequence], block_ids: SequenceOf[int]) -> list[int]:
+        """Return the blocks with a key of their own; without prefix caching they get it now."""
+        pool, wanted = self.pools[0], set(block_ids)
+        for sequence in () if self.policy.prefix_caching else sequences:
+            keys = self._keys(sequence, sequence.num_computed)
+            for place, block_id in enumerate(sequence.block_tables[0][: len(keys)]):
+                if block_id in wanted:
+                    pool.register(block_id, keys[place])
+        return [block_id for block_id in block_ids if pool.states.keys[block_id] is not None]
+
+    def _replace(self, sequences: Iterable[Sequence], new: Mapping[int, int]) -> None:
+        """Put other blocks into tables."""
+        for sequence in sequences:
+            table = sequence.block_tables[0]
+            if new.keys().isdisjoint(table):
+                continue
+            table[:] = [new.get(block_id, block_id) for block_id in table]
+            sequence.table_version += 1
+            moves = self.pools[0].ledger.incoming_to(table)
+            sequence.pending = (moves, *[frozenset()] * (len(self.pools) - 1))
 
     def would_swap(self, sequence: Sequence) -> bool:
         """Return whether a sequence's content would go to the host tier if it were preempted."""

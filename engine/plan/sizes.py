@@ -279,6 +279,16 @@ class SwapRates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReadRates:
+    """What decodes of sequences with blocks in the host tier cost."""
+
+    step_s: float
+    """A step of one sequence whose blocks fill the GPU, seconds."""
+    read_bytes_s: float
+    """Host blocks that a step reads beside that, bytes per second."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostKVPlan:
     """What serves the host tier of the KV cache; its blocks are those of `KVSizes.groups`."""
 
@@ -289,6 +299,8 @@ class HostKVPlan:
     """What moves of blocks are expected to carry; None until times are predicted."""
     recompute_token_s: float = 0.0
     """Expected time to compute one token of a prompt again, seconds."""
+    read_rates: ReadRates | None = None
+    """What decodes are expected to cost; None until times are predicted."""
 
     def to_dict(self, kv: KVSizes) -> dict[str, Any]:
         """Return plain data for a record."""
@@ -304,6 +316,7 @@ class HostKVPlan:
             "stage_blocks": self.stage_blocks,
             "swap_rates": asdict(self.swap_rates) if self.swap_rates else None,
             "recompute_token_s": self.recompute_token_s,
+            "read_rates": asdict(self.read_rates) if self.read_rates else None,
         }
 
 

@@ -12,7 +12,7 @@ from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
 from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
-from engine.plan.sizes import HostKVPlan, SwapRates, padded_prefill
+from engine.plan.sizes import HostKVPlan, ReadRates, SwapRates, padded_prefill
 from engine.plan.units import Feed, Residence, Slots, moving
 from kernels.sizes import MAX_SMALL_TOKENS
 
@@ -720,12 +720,16 @@ def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
         slow = min(pinned_gb_s, rates.pageable_gb_s)
         return 1e9 / (share / (MOVE_SHARE * pinned_gb_s) + (1 - share) / slow)
 
-    tokens = min(PREFILL_TOKENS, plan.max_model_len)
-    seconds = prefill_s(shape_of(plan, spec), rates, tokens)
+    shape, tokens = shape_of(plan, spec), min(PREFILL_TOKENS, plan.max_model_len)
+    seconds = prefill_s(shape, rates, tokens)
+    room = min(plan.kv_tokens, plan.max_model_len)
     return replace(
         host,
         swap_rates=SwapRates(store_bytes_s=rate(rates.d2h_gb_s), load_bytes_s=rate(rates.h2d_gb_s)),
         recompute_token_s=seconds / tokens,
+        read_rates=ReadRates(
+            step_s=decode_step_s(shape, rates, 1, room), read_bytes_s=rates.in_place_gb_s * 1e9
+        ),
     )
 
 

@@ -28,13 +28,15 @@ class Admission:
     known tokens are free on the GPU beside what running ones still need for theirs and one block
     for each of those that can grow further. One that was preempted goes on when there is room for
     a part of its length more for all that can grow, twice as much after each further preemption:
-    else it would soon lose again what was just brought back. One that is alone begins always.
+    else it would soon lose again what was just brought back. One that is long needs its blocks on
+    both tiers together. One that is alone begins always.
     """
 
     def __init__(self, groups: BlockGroups, max_model_len: int) -> None:
         self._groups, self._max_model_len = groups, max_model_len
-        self._refused: tuple[int, int] | None = None
-        self._num_asked = 0
+        self._refused: dict[bool, tuple[int, int, int]] = {}
+        """Of long ones and of others which was refused last, how often blocks had been given back
+        then, and how often it was asked since."""
 
     def begin(
         self,
@@ -51,28 +53,30 @@ class Admission:
         groups, limit = self._groups, self._max_model_len
         if not running:
             return groups.begin(sequence, groups.find(sequence), alone=True)
-        if groups.num_over(sequence.num_tokens) or self._is_in_vain(sequence):
+        if self._is_in_vain(sequence):
             return False
         found = groups.find(sequence)
         # The last token of the longest output is never computed.
         others = ((s, outlook.known(s), s.max_length(limit) - 1) for s in running)
         most = sequence.max_length(limit) - 1
-        more_tokens = 0 if is_turn else self._more_tokens(sequence)
+        more_tokens = 0 if is_turn else self.more_tokens(sequence)
         if groups.can_admit(sequence, most, found, others, more_tokens):
             return groups.begin(sequence, found, alone=False)
-        self._refused = sequence.seq_id, groups.num_given_back
-        self._num_asked = 0
+        self._refused[groups.is_long(sequence)] = sequence.seq_id, groups.num_given_back, 0
         return False
 
     def _is_in_vain(self, sequence: Sequence) -> bool:
         """Whether a long sequence was refused a few steps ago, with no block given back since."""
-        if self._refused != (sequence.seq_id, self._groups.num_given_back):
+        groups = self._groups
+        seq_id, given_back, asked = self._refused.get(groups.is_long(sequence), (-1, 0, 0))
+        if (seq_id, given_back) != (sequence.seq_id, groups.num_given_back):
             return False
-        self._num_asked += 1
-        is_long = sequence.num_tokens >= LONG_BLOCKS * self._groups.block_size
-        return is_long and self._num_asked < PATIENCE
+        self._refused[groups.is_long(sequence)] = seq_id, given_back, asked + 1
+        has_many = sequence.num_tokens >= LONG_BLOCKS * groups.block_size
+        return has_many and asked + 1 < PATIENCE
 
-    def _more_tokens(self, sequence: Sequence) -> int:
+    def more_tokens(self, sequence: Sequence) -> int:
+        """Return for how many tokens beyond the known ones it and all others are to have room."""
         times = sequence.num_preemptions - sequence.num_turns
         if not times:
             return 0
@@ -150,7 +154,7 @@ class Rounds:
     def _little_more(self, sequences: Iterable[Sequence]) -> list[int] | None:
         """Blocks of each group that all of them need soon, at most somewhat more than the GPU has.
 
-        None where it is more, or one sequence is longer than the GPU's room.
+        None where it is more, or one sequence is long.
         """
         groups = self._groups
         total = [0] * len(groups.pools)
@@ -159,7 +163,7 @@ class Rounds:
             for pool in groups.pools
         ]
         for sequence in sequences:
-            if groups.num_over(sequence.num_tokens):
+            if groups.is_long(sequence):
                 return None
             for group, need in enumerate(groups.need(sequence.num_tokens + ROUND_STEPS)):
                 total[group] += need

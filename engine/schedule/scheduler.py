@@ -6,7 +6,7 @@ Pure bookkeeping over block ids; tensors and devices are elsewhere.
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import islice
@@ -23,9 +23,10 @@ from engine.asked.request import (
     finish_reason,
 )
 from engine.errors import EngineError, RequestError
-from engine.kv.pool import Tier
+from engine.kv.pool import Room, Tier
 from engine.kv.sequences import BlockGroups, kv_stats
 from engine.schedule.admission import LONG_BLOCKS, Admission, Rounds
+from engine.schedule.sharing import Sharing
 from engine.schedule.step import Outlook, ScheduledSequence, Stand, StepPlan
 
 
@@ -65,6 +66,8 @@ class SchedulerStats:
     """Preempted sequences that went on behind content that was found."""
     num_recomputes: int = 0
     """Preempted sequences whose content was not kept."""
+    num_overtaken: int = 0
+    """Times that a sequence began before a long one that waits for room."""
     num_stalls: int = 0
     """Times that a running sequence sat out a step for want of a block."""
     num_finished: int = 0
@@ -95,7 +98,8 @@ class Scheduler:
     When a running sequence finds no free block on the GPU, the newest one loses its blocks and
     waits at the front of the queue. Its output is kept; its content is swapped out to the host
     tier, or computed again if that is cheaper or there is none. The newest itself waits in place,
-    because losing its own blocks would only lose work. One that is alone takes host blocks.
+    because losing its own blocks would only lose work. One that is alone, or long, takes host
+    blocks; how long ones share the GPU is said by `Sharing`.
 
     A step may be planned while the one before it still runs (`plan_ahead`): as if that had been
     committed, tokens counted though not known. Nothing is taken from a sequence for such a plan.
@@ -127,6 +131,7 @@ class Scheduler:
         """Sequences that have blocks, LOADING ones included: by priority, then oldest first."""
         self._admission = Admission(groups, config.max_model_len)
         self._rounds = Rounds(groups, config.max_num_seqs)
+        self._sharing = Sharing(groups, self._admission, config.max_num_seqs)
         self._is_turn = False
         self._swapped: set[int] = set()
         """Sequences that wait and were swapped out."""
@@ -253,6 +258,7 @@ class Scheduler:
         if not self.has_unfinished:
             return None
         self._change_places(self.stats.num_steps)
+        self._sharing.decide(self.stats.num_steps, self.waiting, self.running)
         outlook = Outlook(None, self.config.max_model_len)
         plan = self._plan(outlook, self._wants(outlook))
         if plan is None and not any(pool.ledger.num_in_flight for pool in self.pools):
@@ -281,18 +287,29 @@ class Scheduler:
             raise EngineError(
                 f"scheduler: expected one step in force to plan behind, got {len(self.planned)}."
             )
-        if self._rounds.is_due(self.stats.num_steps + 1, self.waiting, self.running):
+        step = self.stats.num_steps + 1
+        if self._rounds.is_due(step, self.waiting, self.running):
+            return None
+        if self._sharing.is_due(step, self.waiting, self.running):
             return None
         outlook = Outlook(self.planned[0], self.config.max_model_len)
-        wants, lacking = self._wants(outlook), 0
+        wants = self._wants(outlook)
+        lacking: dict[Room, int] = {"gpu": 0, "either": 0}
         for stand, want in wants:
-            lacking += self.groups.num_lacking(stand.sequence, stand.computed + want)
-        if lacking > self.groups.num_allocatable(alone=len(self.running) == 1):
+            lacking[self._room_of(stand.sequence)] += self.groups.num_lacking(
+                stand.sequence, stand.computed + want
+            )
+        room = self.groups.num_allocatable
+        if lacking["gpu"] > room("gpu") or sum(lacking.values()) > room("either"):
             return None
         return self._plan(outlook, wants)
 
     def _plan(self, outlook: Outlook, wants: list[tuple[Stand, int]]) -> StepPlan | None:
         decodes, prefills = self._make_step(outlook, wants)
+        if not decodes and not prefills and not self.planned and not self._sharing.awaits_moves:
+            # Those that were chosen have no block; others may still have room.
+            others = [(stand, 1) for stand in outlook.stands(self.running) if stand.is_decode]
+            decodes, prefills = self._make_step(outlook, others)
         if not decodes and not prefills:
             return None
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
@@ -316,20 +333,47 @@ class Scheduler:
         """Return the running sequences that are to run, oldest first, and how many tokens each.
 
         Decodes are counted first, as a prefill need not be the newest: the content of another
-        may have come sooner.
+        may have come sooner. A prompt of a long sequence leaves others up to half of what is left.
         """
-        stands = outlook.stands(self.running)
+        is_long = self.groups.is_long
+        stands = self._chosen(outlook.stands(self.running))
         left = self.config.max_num_batched_tokens
         left -= sum(stand.is_decode for stand in stands)
+        prefills = [stand for stand in stands if not stand.is_decode]
+        kept = left
+        if any(is_long(stand.sequence) for stand in prefills):
+            short = [stand for stand in prefills if not is_long(stand.sequence)]
+            asked = sum(stand.known - stand.computed for stand in short) + self._num_expected()
+            kept = min(asked, left - left // 2)
+        lefts = {False: kept, True: left - kept}
         wants = []
         for stand in stands:
             want = 1
             if not stand.is_decode:
-                want = min(left, stand.known - stand.computed)
-                left -= want
+                kind = is_long(stand.sequence)
+                want = min(lefts[kind], stand.known - stand.computed)
+                lefts[kind] -= want
             if want > 0:
                 wants.append((stand, want))
         return wants
+
+    def _num_expected(self) -> int:
+        """Return the tokens of short sequences that wait and may begin in this step."""
+        free, seats = self.pools[0].num_free, self.config.max_num_seqs - len(self.running)
+        tokens = 0
+        for sequence in islice(self.waiting, max(0, seats)):
+            if not self.groups.is_long(sequence):
+                free -= self.groups.need(sequence.num_tokens)[0]
+                if free < 0:
+                    break
+                tokens += sequence.num_tokens
+        return tokens
+
+    def _chosen(self, stands: list[Stand]) -> list[Stand]:
+        """Leave out decodes of long sequences that are not to run."""
+        step = self.stats.num_steps + len(self.planned)
+        is_ahead = any(self.groups.is_long(i.sequence) for p in self.planned for i in p.decodes)
+        return self._sharing.chosen(stands, step, is_ahead=is_ahead)
 
     def _make_step(
         self, outlook: Outlook, wants: list[tuple[Stand, int]]
@@ -349,32 +393,51 @@ class Scheduler:
         for stand, want in wants:
             if stand.sequence.status is SequenceStatus.RUNNING:  # not preempted for an older one
                 left -= run(stand, want)
-        is_busy = left < most
+        is_busy, kept = left < most, min(self._num_expected(), most - most // 2)
         while left > 0 and (sequence := self._begin_next(outlook, is_busy=is_busy)) is not None:
             if sequence.status is not SequenceStatus.LOADING:
                 stand = outlook.stand(sequence)
                 # It had room when it began; others of this step keep their blocks.
-                want = min(left, stand.known - stand.computed)
-                left -= run(stand, want, may_preempt=False)
+                want, is_long = stand.known - stand.computed, self.groups.is_long(sequence)
+                want = min(left - kept if is_long else left, want)
+                if want > 0:
+                    granted = run(stand, want, may_preempt=False)
+                    left, kept = left - granted, kept if is_long else max(0, kept - granted)
         self._is_turn = False
         self.groups.store_ahead(most - left)
         return decodes, prefills
 
+    def _next(self) -> Iterator[Sequence]:
+        """Yield who may begin next: the front of the queue, then the first short one behind it.
+
+        The latter where the front is long and others like it run: it waits for those anyway.
+        """
+        first, is_long = self.waiting[0], self.groups.is_long
+        yield first
+        if is_long(first) and any(map(is_long, self.running)):
+            mine = (s for s in self.waiting if s.priority == first.priority and not is_long(s))
+            yield from islice(mine, 1)
+
+    def _begin(self, sequence: Sequence, outlook: Outlook, *, is_busy: bool) -> bool:
+        """Give a sequence that waits its blocks, if it may begin; return whether it does."""
+        if self._awaits_prompt(sequence):
+            return False
+        if is_busy and self.groups.num_unnamed(sequence) >= LONG_BLOCKS:
+            return False
+        return self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn)
+
     def _begin_next(self, outlook: Outlook, *, is_busy: bool) -> Sequence | None:
-        """Let the sequence at the front of the queue begin, if limits and blocks allow.
+        """Let the next sequence of the queue begin, if limits and blocks allow.
 
         If others run in this step (`is_busy`), they do not wait for the keys of a long prompt.
         """
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return None
-        sequence = self.waiting[0]
-        if self._awaits_prompt(sequence):
+        sequence = next((s for s in self._next() if self._begin(s, outlook, is_busy=is_busy)), None)
+        if sequence is None:
             return None
-        if is_busy and self.groups.num_unnamed(sequence) >= LONG_BLOCKS:
-            return None
-        if not self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn):
-            return None
-        self.waiting.popleft()
+        self.stats.num_overtaken += sequence is not self.waiting[0]
+        self.waiting.remove(sequence)
         insort(self.running, sequence, key=attrgetter("priority"))
         if sequence.seq_id in self._swapped:
             self._swapped.remove(sequence.seq_id)
@@ -398,18 +461,39 @@ class Scheduler:
 
     def _grow(self, stand: Stand, want: int, *, may_preempt: bool) -> int:
         """Give a running sequence blocks for up to `want` more tokens; return for how many."""
-        sequence = stand.sequence
+        sequence, room, keep = stand.sequence, self._room_of(stand.sequence), 0
+        if self.groups.is_long(sequence) and self.groups.num_lacking(
+            sequence, stand.computed + want
+        ):
+            keep = self._sharing.num_kept(self.waiting, self.running)
         while True:
-            is_alone = len(self.running) == 1
-            granted = self.groups.extend(sequence, stand.computed, want, alone=is_alone)
+            granted = self.groups.extend(sequence, stand.computed, want, room, keep)
             if granted:
                 return granted
-            newest = self.running[-1]
-            if newest is sequence or not may_preempt:
+            newest = self._newest_after(sequence) if may_preempt else None
+            if newest is None:
                 self.stats.num_stalls += 1
                 return 0
             self._leave(newest)
             self._queue(newest, first=True)
+            room = self._room_of(sequence)
+
+    def _room_of(self, sequence: Sequence) -> Room:
+        """Return where a running sequence may take blocks from."""
+        is_free = len(self.running) == 1 or self.groups.is_long(sequence)
+        return "either" if is_free else "gpu"
+
+    def _newest_after(self, sequence: Sequence) -> Sequence | None:
+        """Return the newest sequence, if newer than this one, that has blocks which serve it."""
+        takes_host = self.groups.is_long(sequence)
+        for other in reversed(self.running):
+            if other is sequence:
+                return None
+            if takes_host or not self.groups.is_long(other):
+                return other
+            if self.pools[0].num_owned_gpu(other.block_table):
+                return other
+        return None
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks."""
@@ -461,6 +545,8 @@ class Scheduler:
             "swaps_in": self.stats.num_swaps_in,
             "recomputes": self.stats.num_recomputes,
             "preemptions": self.stats.num_preemptions,
+            "long_turns": self._sharing.num_turns,
+            "long_waited_steps": self._sharing.most_waited_steps,
         }
 
     def discard(self, plan: StepPlan) -> None:
@@ -515,6 +601,7 @@ class Scheduler:
             if new and (reason := new[-1].finish_reason) is not None:
                 self.finish(item.sequence, reason, new[-1].stop_reason)
             events += new
+        self._sharing.note(plan.step, [item.sequence for item in plan.decodes])
         self.prepare()
         return events
 

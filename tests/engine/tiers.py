@@ -11,7 +11,7 @@ from engine import LLM, build
 from engine.device.cuda import open_device
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
-from engine.plan.sizes import HostKVPlan, SwapRates
+from engine.plan.sizes import HostKVPlan, ReadRates, SwapRates
 from tests.tiny import greedy, open_llm
 
 SIZES: dict[str, Any] = {
@@ -28,6 +28,11 @@ SIZES: dict[str, Any] = {
 SWAP = SwapRates(store_bytes_s=1e15, load_bytes_s=1e15)
 """A link with which moving blocks is always cheaper than computing them again."""
 
+TURNS = ReadRates(step_s=1.0, read_bytes_s=1.0)
+"""Host blocks cost so much that long sequences take turns."""
+TOGETHER = ReadRates(step_s=1.0, read_bytes_s=1e15)
+"""Host blocks cost so little that they decode together."""
+
 
 def tiers(
     monkeypatch: pytest.MonkeyPatch,
@@ -40,6 +45,7 @@ def tiers(
     stage_blocks: int = 16,
     prefix_caching: bool = True,
     recompute_token_s: float = 1.0,
+    read_rates: ReadRates | None = None,
 ) -> None:
     """Let engines that are built from now on have so many blocks.
 
@@ -53,6 +59,7 @@ def tiers(
         stage_blocks: Host blocks that a staging buffer holds; 128 tokens need room.
         prefix_caching: Full blocks are found by other sequences.
         recompute_token_s: What a token costs that is computed again; moving costs nothing.
+        read_rates: What decodes over both tiers cost; None: host blocks cost nothing.
     """
 
     def plan(*args: Any, **keywords: Any) -> MemoryPlan:
@@ -73,6 +80,7 @@ def tiers(
                 stage_blocks=stage_blocks,
                 swap_rates=SWAP,
                 recompute_token_s=recompute_token_s,
+                read_rates=read_rates,
             )
         return replace(found, kv=kv, host_kv=host, prefix_caching=prefix_caching)
 

@@ -20,6 +20,8 @@ WEIGHTS = {
     "grow": 2,
     "stop": 3,
     "preempt": 2,
+    "demote": 1,
+    "promote": 1,
     "store_ahead": 1,
     "execute": 3,
     "complete": 3,
@@ -148,6 +150,45 @@ class Driver:
             remaining = self.world.swap_out(track)
             self.freed(table)
             assert len(self.world.find(keys, len(keys) * P + 1)) == remaining
+
+    def demote(self):
+        """All owners of some GPU blocks use host blocks instead."""
+        asked = self.movable(range(self.sizes["gpu"]))
+        room = self.pool.num_free_in_place
+        copies = [b for b in self.pool.states.copies_of(asked) if b in self.in_place_ids]
+        owned = sum(self.pool.states.owners[copy] > 0 for copy in copies)
+        new = self.replace(self.pool.demote(asked))
+        assert len(new) >= min(len(asked), room + owned)
+        assert all(b >= self.sizes["gpu"] and b in self.in_place_ids for b in new.values())
+        assert all(self.pool.states.keys[old] is None for old in new)
+
+    def promote(self):
+        """All owners of some host blocks use GPU blocks instead."""
+        asked = self.movable(self.in_place_ids[self.sizes["gpu"] :])
+        self.note()
+        states, room, loads = self.pool.states, self.pool.num_free, self.pool.stats.loads
+        found = {states.gpu_index.get(states.keys[block_id]) for block_id in asked}
+        new = self.replace(self.pool.promote(asked))
+        assert len(new) >= min(len(asked), room)
+        self.idle = [block_id for block_id in self.idle if block_id not in found]
+        self.taken(self.pool.stats.loads - loads)
+        assert all(block_id < self.sizes["gpu"] for block_id in new.values())
+
+    def movable(self, ids):
+        """Some full blocks of sequences whose content is there, with keys."""
+        names = {key: b for b, key in enumerate(self.pool.states.keys) if b in ids}
+        waits = [t.table for t in self.tracks if self.pool.ledger.is_pending(t.pending)]
+        waits = {block_id for table in waits for block_id in table}
+        full = {b for t in self.tracks for b in t.table[: t.computed // P]} - waits
+        asked = sorted(full & {b for key, b in names.items() if key is not None})
+        return asked[: self.choose((1, 3, 99))]
+
+    def replace(self, new):
+        for track in self.tracks:
+            if not new.keys().isdisjoint(track.table):
+                track.table = [new.get(block_id, block_id) for block_id in track.table]
+                track.pending = self.pool.ledger.incoming_to(track.table)
+        return new
 
     def store_ahead(self):
         before, limit = self.pool.stats.stores, self.choose(range(5))

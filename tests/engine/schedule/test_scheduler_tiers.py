@@ -11,13 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.asked.request import SequenceStatus
 from engine.kv import sequences
 from engine.kv.prefix import num_expired
-from engine.plan.sizes import SwapRates
+from engine.plan.sizes import ReadRates, SwapRates
 from engine.schedule import admission as rounds
+from engine.schedule import sharing
 from tests.engine.tiers_world import STEMS, Tiers, World
 
 pytestmark = pytest.mark.slow
 
 RATES = SwapRates(store_bytes_s=1.0, load_bytes_s=1.0)
+TURNS = ReadRates(step_s=1.0, read_bytes_s=1.0)
+TOGETHER = ReadRates(step_s=100.0, read_bytes_s=1.0)
 WEIGHTS = {
     "add": 3,
     "step": 14,
@@ -33,6 +36,30 @@ WEIGHTS = {
     "truncate": 0.7,
 }
 YIELDS = ((1, 1), (1, 1), (1, 1), (0, 1), (0, 3), (1, 3), (2, 2))
+
+
+def draw_long(choose):
+    """Sizes with which several sequences are longer than the GPU's room."""
+    size = choose((1, 2, 4))
+    on_gpu = choose((4, 7, 10, 20))
+    windows = choose(((), (), (), (11,)))
+    return Tiers(
+        block_size=size,
+        max_len=size * on_gpu * choose((2, 3)),
+        seqs=choose((3, 6, 9)),
+        tokens=choose((10, 20, 40)),
+        windows=(None, *windows),
+        num_gpu=on_gpu,
+        window_extra=40,
+        num_in_place=on_gpu * choose((3, 5, 9)),
+        num_other=choose((0, 0, 4)),
+        window_host=choose((0, 40)),
+        prefix_caching=choose((True, True, False)),
+        swap_rates=RATES,
+        recompute_token_s=2.0,
+        read_rates=choose((None, TURNS, TURNS, TOGETHER)),
+        yields=choose(YIELDS),
+    )
 
 
 def draw_tiers(choose):
@@ -55,6 +82,7 @@ def draw_tiers(choose):
         prefix_caching=choose((True, True, False)),
         swap_rates=choose((None, None, RATES)),
         recompute_token_s=choose((0.5, 2.0)),
+        read_rates=choose((None, TURNS, TURNS, TOGETHER)),
         yields=choose(YIELDS),
     )
 
@@ -64,12 +92,16 @@ class Driver:
 
     def __init__(self, world, choose):
         self.world, self.choose = world, choose
+        most = world.tiers.max_len
+        self.lengths = [n for n in (1, 2, 5, 5, 9, 14, 20, 29, 39) if n < most]
+        if most > 40 or world.tiers.num_gpu:
+            self.lengths += [most // 2, most * 2 // 3, most - 7, most - 3]
 
     def add(self):
         if len(self.world.sequences) < 40:
             self.world.add(
                 stem=self.choose(range(STEMS)),
-                length=self.choose((1, 2, 5, 5, 9, 14, 20, 29, 39)),
+                length=self.choose(self.lengths),
                 own=self.choose((0, 0, 1, 4)),
                 max_tokens=self.choose((None, None, 1, 2, 6, 12, 25)),
                 n=self.choose((1, 1, 2)),
@@ -160,12 +192,14 @@ TestLoads.settings = settings(max_examples=60, stateful_step_count=15, deadline=
 def short_rounds(monkeypatch):
     """Let few steps lie between two changes of places."""
     monkeypatch.setattr(rounds, "ROUND_STEPS", 3)
+    monkeypatch.setattr(sharing, "LEAST_TURN", 2)
+    monkeypatch.setattr(sharing, "MOST_TURN", 4)
 
 
-def play(seed, length=150):
+def play(seed, length=150, draw=draw_tiers):
     """One long load; return the world behind its end."""
     rng = random.Random(seed)
-    world = World(draw_tiers(rng.choice))
+    world = World(draw(rng.choice))
     driver = Driver(world, rng.choice)
     for name in rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=length):
         getattr(driver, name)()
@@ -177,9 +211,20 @@ def play(seed, length=150):
 def test_long_loads_reach_everything():
     """Seeded and long, as short examples seldom fill both tiers."""
     reached = play_all(100)
-    # Only who is alone has host blocks, and hardly ever loses them.
-    del reached["swapped_in_in_place"]
     assert all(count >= 3 for count in reached.values()), reached
+
+
+@pytest.mark.parametrize("seeds", [range(60), range(60, 120)], ids=str)
+def test_loads_of_long_sequences(seeds):
+    """Several sequences beyond the GPU's room, in turns and together, short ones beside them."""
+    reached = Counter()
+    for seed in seeds:
+        world = play(seed, 200, draw_long)
+        stats, kv = world.scheduler.stats, world.scheduler.kv_stats()
+        reached.update({name: kv[name] for name in ("swaps_out", "long_turns")})
+        reached.update({name: kv["pool"][name] for name in ("demoted", "promoted")})
+        reached.update(overtaken=stats.num_overtaken, most=kv["long_waited_steps"])
+    assert all(count >= 20 for count in reached.values()), reached
 
 
 def play_all(count):
@@ -193,6 +238,7 @@ def play_all(count):
         reached.update({name: kv[name] for name in ("swaps_out", "swaps_in", "recomputes")})
         stats = world.scheduler.stats
         reached.update(stalls=stats.num_stalls, turns=stats.num_turns)
+        reached.update(overtaken=stats.num_overtaken)
     return reached
 
 
