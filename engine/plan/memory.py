@@ -274,10 +274,10 @@ class MemoryPlan:
 
     @property
     def max_concurrency(self) -> float:
-        """Sequences of max_model_len that run at once; one that exceeds the GPU runs alone."""
-        held = self.kv.sequences(self.kv.pools, self.max_model_len)
-        on_gpu = min(float(self.max_num_seqs), held)
-        return 1.0 if on_gpu < 1 and self.holds_one else on_gpu
+        """Sequences of max_model_len that run at once; those that exceed the GPU on both tiers."""
+        on_gpu = self.kv.sequences(self.kv.pools, self.max_model_len)
+        both = max(1.0, self.kv.sequences(self.reach, self.max_model_len))
+        return min(float(self.max_num_seqs), both if on_gpu < 1 and self.holds_one else on_gpu)
 
     @property
     def max_kept(self) -> float:

@@ -11,6 +11,7 @@ from engine.asked.config import ANY_CARD, GPUConfig
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
+from engine.plan.long import predict_long
 from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
 from engine.plan.sizes import HostKVPlan, ReadRates, SwapRates, padded_prefill
 from engine.plan.units import Feed, Residence, Slots, moving
@@ -751,4 +752,5 @@ def predict_host_kv(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str
         "prefix_tokens": prefix,
         "prefix_load_ms": plan.kv.sequence_bytes(prefix) / host.swap_rates.load_bytes_s * 1e3,
         "prefix_compute_ms": prefill_s(shape, rates, prefix) * 1e3,
+        "together": predict_long(plan),
     }

@@ -3,27 +3,17 @@
 A sequence is long where the GPU has hardly room for it (`BlockGroups.is_long`).
 """
 
-import math
 from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from engine.asked.request import Sequence, SequenceStatus
 from engine.kv.sequences import BlockGroups
+from engine.plan import long
 from engine.plan.sizes import NO_LIMIT
 from engine.schedule.admission import Admission
 from engine.schedule.step import Stand
 
-MOVE_SHARE = 0.02
-"""Share of a turn that moving blocks for it may take, where MOST_TURN allows."""
-LEAST_TURN = 16
-"""Tokens of a turn at least."""
-MOST_TURN = 256
-"""Tokens of a turn at most."""
-LONG_SHARE = 0.4
-"""Share of the time that reading host blocks takes, where short sequences decode too."""
-MOST_SKIPPED = 63
-"""Steps of short sequences at most between two of long ones."""
 SPARE_PARTS = 8
 """Long sequences take GPU blocks that became free once they are such a part of the room."""
 GIVEN_PARTS = 32
@@ -46,7 +36,8 @@ class Sharing:
     every step that computes a prompt of a long one.
 
     So the bounds are: a short one decodes in every step. Of n long ones each decodes once in n
-    turns, each of at most MOST_TURN tokens, and in its turn once in MOST_SKIPPED + 1 steps.
+    turns, each of at most MOST_TURN tokens, and in its turn once in MOST_SKIPPED + 1 steps
+    (engine/plan/long.py). That is while both tiers hold what runs, and but for steps of moves.
 
     Decisions are made for a step that is planned with none in force, as blocks change.
     """
@@ -232,10 +223,11 @@ class Sharing:
         near, far = self._groups.movable(here)
         spare = max(0, self._pool.num_free - num_kept)
         costs = {s.seq_id: self._cost_s(s, near, far, spare + len(near)) for s in here}
-        together_s = self._step_s(sum(map(self._num_read, here)) - spare) / len(here)
+        rates, num_read = self._groups.policy.read_rates, sum(map(self._num_read, here))
+        together_s = long.read_step_s(rates, self._bytes(num_read - spare)) / len(here)
         in_turns_s = sum(seconds for seconds, _ in costs.values()) / len(here)
         if len(here) == 1 or together_s <= in_turns_s:
-            self._holder, self._until = None, (0, step + MOST_TURN)
+            self._holder, self._until = None, (0, step + long.MOST_TURN)
             if spare >= max(1, self._groups.gpu_room // SPARE_PARTS):
                 self._groups.promote(here, _fewest_readers(far)[: -spare - 1 : -1])
             read = sum(map(self._num_read, here))
@@ -245,9 +237,9 @@ class Sharing:
                 assert self._holder is not None
                 tokens = costs[self._holder.seq_id][1]
                 end = self._holder.num_output_tokens + tokens
-                self._until = end, step + tokens * (MOST_SKIPPED + 1)
+                self._until = end, step + tokens * (long.MOST_SKIPPED + 1)
             read = self._num_read(self._holder)
-        self._skips = self._num_skipped(read)
+        self._skips = long.num_skipped(rates, self._bytes(read))
 
     def _begin_turn(
         self, here: SequenceOf[Sequence], near: Counter[int], far: Counter[int], spare: int
@@ -268,38 +260,21 @@ class Sharing:
         first_host = self._pool.num_gpu_blocks
         return sum(block_id >= first_host for block_id in sequence.block_table)
 
-    def _step_s(self, num_read: int) -> float:
-        """Return the expected time of a decode step that reads so many host blocks."""
-        rates = self._groups.policy.read_rates
-        if rates is None:
-            return 0.0
-        num_bytes = max(0, num_read) * self._pool.block_bytes
-        return rates.step_s + num_bytes / rates.read_bytes_s
+    def _bytes(self, num_blocks: int) -> int:
+        return num_blocks * self._pool.block_bytes
 
     def _cost_s(
         self, sequence: Sequence, near: Counter[int], far: Counter[int], room: int
     ) -> tuple[float, int]:
-        """Return the time of a token in a sequence's turn, its moves shared out, and the turn.
+        """Return the time of a token in a sequence's turn, and the turn's tokens.
 
-        The turn is in tokens; `room` are the GPU blocks that it can have.
+        `room` are the GPU blocks that it can have.
         """
-        table, moves = sequence.block_table, self._groups.policy.swap_rates
+        table, policy = sequence.block_table, self._groups.policy
         held = sum(block_id in near for block_id in table)
         gained = min(sum(block_id in far for block_id in table), max(0, room - held))
-        step_s = self._step_s(self._num_read(sequence) - gained)
-        move_s = gained * self._pool.block_bytes / moves.load_bytes_s if moves else 0.0
-        tokens = LEAST_TURN
-        if step_s:
-            tokens = min(MOST_TURN, max(tokens, math.ceil(move_s / step_s / MOVE_SHARE)))
-        return step_s + move_s / tokens, tokens
-
-    def _num_skipped(self, num_read: int) -> int:
-        """Return the steps of short sequences between two that read so many host blocks."""
-        step_s = self._step_s(0)
-        if not step_s:
-            return 0
-        read_s = self._step_s(num_read) - step_s
-        return min(MOST_SKIPPED, max(0, math.ceil(read_s / step_s * (1 / LONG_SHARE - 1)) - 1))
+        read = self._bytes(self._num_read(sequence) - gained)
+        return long.turn_of(policy.read_rates, policy.swap_rates, read, self._bytes(gained))
 
 
 def _ready(longs: Collection[Sequence]) -> list[Sequence]:

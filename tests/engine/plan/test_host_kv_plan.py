@@ -54,7 +54,7 @@ def test_the_published_case() -> None:
     assert group.num_in_place == 8192
     assert plan.host_items["pinned_kv"] == 16 * GIB
     assert 36_000 < plan.kv_tokens < 52_000
-    assert plan.max_concurrency == 1.0
+    assert plan.max_concurrency == plan.max_kept
     assert plan.max_kept == pytest.approx((plan.kv_tokens + 131_072) / 52_000)
     assert plan.longest_tokens == 131_072
     same = plan_llama(52_000, kv={"num_cpu_blocks": 8192})

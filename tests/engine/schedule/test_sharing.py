@@ -7,8 +7,8 @@ The clock is that of steps. Rates make a step of 1 s, to which each host block t
 import pytest
 
 from engine.asked.request import SequenceStatus
+from engine.plan import long as long_rates
 from engine.plan.sizes import ReadRates, SwapRates
-from engine.schedule import sharing
 from tests.engine.tiers_world import Tiers, World
 
 ROOM = 20
@@ -118,7 +118,7 @@ def test_the_least_input_that_blocked():
 
 
 def test_long_ones_take_turns_on_the_gpu(monkeypatch):
-    monkeypatch.setattr(sharing, "MOST_TURN", 16)
+    monkeypatch.setattr(long_rates, "MOST_TURN", 16)
     world = world_of(max_len=200)
     longs = [long(world, 1.5, max_tokens=80) for _ in range(3)]
     run(world, lambda: decodes(*longs))
@@ -191,7 +191,7 @@ def test_short_ones_keep_a_share_of_the_time():
 
 
 def test_no_more_steps_than_stated_lie_between_tokens_of_a_long_one(monkeypatch):
-    monkeypatch.setattr(sharing, "MOST_SKIPPED", 5)
+    monkeypatch.setattr(long_rates, "MOST_SKIPPED", 5)
     world = world_of(read_rates=ReadRates(step_s=1e-6, read_bytes_s=1.0))
     first = long(world, 3.0, max_tokens=30)
     run(world, lambda: decodes(first))
