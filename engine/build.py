@@ -97,6 +97,13 @@ def _check_same(model: ModelConfig, given: ModelSpec, folder: ModelFolder) -> No
         "num_attention_heads",
         "num_key_value_heads",
         "head_dim",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
         "tie_word_embeddings",
         "rope_theta",
     ):
@@ -211,7 +218,7 @@ def _identity(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan) -> tuple[
     )
 
 
-GATED: Final = "mlp.gate_up_proj.weight"
+GATED: Final = "gate_up_proj.weight"
 """The end of names of matrices whose rows are gates and ups."""
 
 
@@ -220,7 +227,7 @@ def _kernels_of(spec: ModelSpec, plan: MemoryPlan, device: Device) -> set[Any]:
     found: set[Any] = set()
     tables = set() if spec.tie_word_embeddings else {EMBEDDING}
     for tensor in spec.tensors():
-        if len(tensor.shape) == 2 and tensor.name not in tables:
+        if len(tensor.shape) == 2 and tensor.name not in tables and not tensor.num_experts:
             found |= (
                 plan.formats[tensor.name]
                 .products(OPERATORS)

@@ -39,6 +39,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 40}
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -88,9 +89,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 22,
         },
     ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 32, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3_moe_sparse": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "decoder_sparse_step": 2}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral_one": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
+    "olmoe_all": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}),
 }
 """transformers' class prefix, and what differs from COMMON."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma3")
+EXPERT_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 
 
 def hf_model(variant: str, seed: int = 1, **changes: Any) -> Any:

@@ -6,13 +6,14 @@ tied are looked at.
 
 import json
 import math
+import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from engine.errors import CheckpointError
 from engine.model.families import stated_dtype, text_part_of
@@ -86,6 +87,7 @@ def read_folder(folder: Path) -> ModelFolder:
     spec = ModelSpec.from_hf_config(config, dtype)
     if stated_dtype(text_part_of(config)) is not None:
         notes = []
+    stored = with_experts(stored, spec)
     if spec.quantization and stored:
         spec = _as_stored(spec, stored)
     notes += quantization_notes(text_part_of(config))
@@ -311,7 +313,7 @@ def find_tensors(
         CheckpointError: A file is absent or damaged, or does not match the model's sizes.
     """
     stored, note = text_part(read_headers(folder))
-    stored = with_tied(stored, spec)
+    stored = with_experts(with_tied(stored, spec), spec)
     check_checkpoint(stored, spec, formats, folder)
     return stored, note
 
@@ -321,6 +323,54 @@ def with_tied(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, 
     if spec.tie_word_embeddings and HEAD in stored and EMBEDDING not in stored:
         return {**stored, EMBEDDING: stored[HEAD]}
     return dict(stored)
+
+
+_EXPERTS: Final = re.compile(
+    r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.(?:(gate)|experts\.(gate_up|down)_proj)"
+    r"(?:\.weight)?"
+)
+"""Names of a router and of experts that one tensor has: the layer, and what it is of each."""
+
+
+def with_experts(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Return the tensors with those of all experts of a layer as tensors of each expert.
+
+    transformers keeps gates and ups of a layer in one tensor, [experts, gates then ups, inputs],
+    and may save them so, under names of its own.
+    """
+    names = spec.architecture.experts
+    if names is None:
+        return dict(stored)
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        match = _EXPERTS.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        elif match[2]:
+            found[f"{match[1]}{names.router}.weight"] = tensor
+        elif len(tensor.shape) == 3:
+            parts = [names.gate, names.up] if match[3] == "gate_up" else [names.down]
+            found |= {
+                f"{match[1]}{part.format(expert)}.weight": each
+                for expert, whole in enumerate(rows_of(tensor, tensor.shape[0]))
+                for part, each in zip(parts, rows_of(whole, len(parts)), strict=True)
+            }
+        else:
+            found[name] = tensor
+    return found
+
+
+def rows_of(tensor: StoredTensor, count: int) -> list[StoredTensor]:
+    """Return a tensor as parts of equally many rows, or itself where they cannot be equal."""
+    first, *rest = tensor.shape
+    shape = tuple(rest) if first == count and rest[1:] else (first // count, *rest)
+    size = tensor.num_bytes // count
+    if first % count:
+        return [tensor] * count  # its shape is refused
+    return [
+        replace(tensor, shape=shape, start=tensor.start + at * size, num_bytes=size)
+        for at in range(count)
+    ]
 
 
 def check_checkpoint(

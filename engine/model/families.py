@@ -8,6 +8,31 @@ from engine.errors import CheckpointError
 from engine.model.quant_config import read_quantization
 
 
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a checkpoint calls the modules of a layer with experts."""
+
+    router: str
+    gate: str
+    """With the expert's number in braces, as the next two."""
+    up: str
+    down: str
+
+
+QWEN_EXPERTS = ExpertNames(
+    "mlp.gate",
+    "mlp.experts.{}.gate_proj",
+    "mlp.experts.{}.up_proj",
+    "mlp.experts.{}.down_proj",
+)
+MIXTRAL_EXPERTS = ExpertNames(
+    "block_sparse_moe.gate",
+    "block_sparse_moe.experts.{}.w1",
+    "block_sparse_moe.experts.{}.w3",
+    "block_sparse_moe.experts.{}.w2",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """What sets one decoder family apart from the plain Llama layer."""
@@ -32,13 +57,29 @@ class Architecture:
     sliding_window: str = "never"
     """never | all (every layer, when sliding_window is set) | flag (when use_sliding_window is true
     too: layers from max_window_layers on) | pattern (all but every sixth layer); the last two
-    unless layer_types says otherwise."""
+    unless layer_types says otherwise | all_flag (every layer, when use_sliding_window is true too)
+    | every_other (then of the layers before max_window_layers the first, the third and so on).
+    """
     local_theta_default: float | None = None
     """transformers' default of rope_local_base_freq; None: window layers rotate as the others."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults of keys that a config.json may leave out, beside those of DEFAULTS."""
     heads_divide_hidden: bool = False
     """transformers refuses heads that do not divide hidden_size beside a head_dim too."""
+    experts: ExpertNames | None = None
+    """Names of experts; None: every layer is dense."""
+    renormalises: bool | None = None
+    """Whether weights of the chosen experts are divided by their sum; None: as norm_topk_prob says.
+    """
+    rounds_routing: bool = True
+    """Weights of experts are rounded to the dtype of the model."""
+    expert_size_key: str = "moe_intermediate_size"
+    """What config.json calls the feed-forward size of an expert."""
+    has_shared_expert: bool = False
+    """Beside those that are chosen one expert runs for every token, through a sigmoid of its own.
+    """
+    qkv_bias_key: str = "attention_bias"
+    """What config.json calls the bias of attention."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -115,6 +156,81 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         heads_divide_hidden=True,
     ),
+    "qwen3_moe": Architecture(
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm="head",
+        sliding_window="all_flag",
+        experts=QWEN_EXPERTS,
+        defaults=_defaults(
+            151936,
+            6144,
+            hidden_size=2048,
+            num_hidden_layers=24,
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+        ),
+    ),
+    "qwen2_moe": Architecture(
+        qkv_bias=None,
+        sliding_window="every_other",
+        experts=QWEN_EXPERTS,
+        has_shared_expert=True,
+        qkv_bias_key="qkv_bias",
+        defaults=_defaults(
+            151936,
+            5632,
+            hidden_size=2048,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=32768,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            num_experts=60,
+            num_experts_per_tok=4,
+            qkv_bias=True,
+        ),
+    ),
+    "mixtral": Architecture(
+        sliding_window="all",
+        experts=MIXTRAL_EXPERTS,
+        renormalises=True,
+        rounds_routing=False,
+        expert_size_key="intermediate_size",
+        defaults=_defaults(
+            32000,
+            14336,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=1e6,
+            sliding_window=None,
+            num_experts=8,
+            num_experts_per_tok=2,
+        ),
+    ),
+    "olmoe": Architecture(
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm="full",
+        experts=QWEN_EXPERTS,
+        expert_size_key="intermediate_size",
+        defaults=_defaults(
+            50304,
+            2048,
+            hidden_size=2048,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            num_experts=64,
+            num_experts_per_tok=8,
+        ),
+    ),
 }
 
 WINDOW, FULL = "sliding_attention", "full_attention"
@@ -135,7 +251,14 @@ ROPE_OPTIONS: dict[str, tuple[str, ...]] = {
 TEXT_PARTS = {"gemma3": "gemma3_text"}
 """model_type of a model of text and images -> that of its text_config."""
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-UNSUPPORTED = "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"
+UNSUPPORTED = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+    "clip_qkv",
+)
+WITH_FLAG = ("flag", "all_flag", "every_other")
+"""Kinds of windows that use_sliding_window turns on."""
 PATTERN = 6
 """transformers' default of sliding_window_pattern."""
 MAX_LAYERS = 1024
@@ -203,12 +326,34 @@ def sizes_of(config: Mapping[str, Any], stored_dtype: str | None = None) -> dict
         "rope_local_base_freq": local_theta if window is not None else None,
         "query_pre_attn_scalar": _scalar(config, arch),
         "tie_word_embeddings": config["tie_word_embeddings"] or False,
-        "attention_bias": config.get("attention_bias") or False,
+        "attention_bias": config.get(arch.qkv_bias_key) or False,
         "mlp_bias": config.get("mlp_bias") or False,
         "sliding_window": window,
         "layer_types": layer_types,
         "dtype": dtype,
         "quantization": read_quantization(config, dtype),
+        **(_experts(config, arch) if arch.experts else {}),
+    }
+
+
+def _experts(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
+    """Read what a family with experts has beside the others."""
+    # transformers writes either name, and reads both.
+    given = config.get("num_local_experts")
+    num_experts = _size(config, "num_experts" if given is None else "num_local_experts")
+    sparse = arch.expert_size_key == "moe_intermediate_size"
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": _size(config, "num_experts_per_tok"),
+        "moe_intermediate_size": _size(config, arch.expert_size_key),
+        "shared_expert_intermediate_size": (
+            _size(config, "shared_expert_intermediate_size") if arch.has_shared_expert else 0
+        ),
+        "norm_topk_prob": (
+            bool(config.get("norm_topk_prob")) if arch.renormalises is None else arch.renormalises
+        ),
+        "decoder_sparse_step": _size(config, "decoder_sparse_step", 1) if sparse else 1,
+        "mlp_only_layers": list(config.get("mlp_only_layers") or []) if sparse else [],
     }
 
 
@@ -361,7 +506,7 @@ def _window(
     """Return the window, and each layer's kind of attention where they differ."""
     if arch.sliding_window == "never":
         return None, []
-    if arch.sliding_window == "flag" and not config.get("use_sliding_window", False):
+    if arch.sliding_window in WITH_FLAG and not config.get("use_sliding_window", False):
         return None, []
     types = _layer_types(config, arch, layers)
     if WINDOW not in types:
@@ -377,7 +522,7 @@ def _window(
 
 
 def _layer_types(config: Mapping[str, Any], arch: Architecture, layers: int) -> list[str]:
-    if arch.sliding_window == "all":
+    if arch.sliding_window in {"all", "all_flag"}:
         return [WINDOW] * layers
     if types := config.get("layer_types"):
         if not isinstance(types, list) or len(types) != layers or {*types} - {WINDOW, FULL}:
@@ -390,5 +535,8 @@ def _layer_types(config: Mapping[str, Any], arch: Architecture, layers: int) -> 
         first = config.get("max_window_layers")
         first = 28 if first is None else first  # transformers' default
         return [WINDOW if index >= first else FULL for index in range(layers)]
+    if arch.sliding_window == "every_other":
+        first = _size(config, "max_window_layers", 28)
+        return [FULL if index % 2 or index >= first else WINDOW for index in range(layers)]
     every = _size(config, "sliding_window_pattern", PATTERN)
     return [WINDOW if (index + 1) % every else FULL for index in range(layers)]

@@ -60,6 +60,13 @@ class TensorSpec:
 
     name: str
     parts: tuple[ParamSpec, ...]
+    num_experts: int = 0
+    """Experts, whose blocks of equally many rows follow each other; 0: it has no experts."""
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of one expert."""
+        return self.shape[0] // self.num_experts
 
     @cached_property
     def shape(self) -> tuple[int, ...]:

@@ -8,13 +8,16 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
 from engine.errors import CheckpointError
+from engine.model.families import ARCHITECTURES as FAMILIES
+from engine.model.families import Architecture
 from engine.model.quant_config import PLAIN_TYPES
+from engine.model.quantised import any_expert
 from engine.model.schemes import GGUF_TYPES
 
 _MAGIC: Final = b"GGUF"
@@ -31,9 +34,17 @@ _TYPE_NAMES: Final = (
 )
 """Types of tensors by their number; later ones have none here."""
 ARCHITECTURES: Final = MappingProxyType(
-    {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+    {
+        "llama": "llama",
+        "qwen2": "qwen2",
+        "qwen2moe": "qwen2_moe",
+        "qwen3": "qwen3",
+        "qwen3moe": "qwen3_moe",
+        "gemma3": "gemma3_text",
+    }
 )
-"""general.architecture -> model_type. Mistral's files say llama too."""
+"""general.architecture -> model_type. Mistral's files say llama too, and so do Mixtral's, which
+have experts."""
 _MOST_BYTES: Final = 1 << 30
 """More than any string or array of a header takes."""
 _SHARD: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -57,6 +68,15 @@ _NAMES: Final = MappingProxyType(
         "ffn_gate": "mlp.gate_proj",
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
+    }
+)
+_EXPERT_NAMES: Final = MappingProxyType(
+    {
+        **_NAMES,
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
     }
 )
 _GEMMA_NAMES: Final = MappingProxyType(
@@ -247,22 +267,55 @@ def named(model: GGUFModel) -> dict[str, GGUFTensor]:
     Raises:
         CheckpointError: A name is none of the architecture's.
     """
-    names = _GEMMA_NAMES if model.architecture == "gemma3" else _NAMES
-    found = {}
+    kind = model_type(model)
+    family = FAMILIES[kind].experts if kind else None
+    names: Mapping[str, str]
+    names = _GEMMA_NAMES if kind == "gemma3_text" else _EXPERT_NAMES if family else _NAMES
+    experts: dict[str, str] = {}
+    if family is not None:
+        names = {**names, "ffn_gate_inp": family.router}
+        experts = {
+            "ffn_gate_exps": family.gate,
+            "ffn_up_exps": family.up,
+            "ffn_down_exps": family.down,
+        }
+    found: dict[str, GGUFTensor] = {}
     for name, tensor in model.tensors.items():
         if name == ROPE_FACTORS:
             continue
         ours = _OUTER_NAMES.get(name)
         if ours is None:
             match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+            if match is not None and match[2] in experts and len(tensor.shape) == 3:
+                module = f"model.layers.{match[1]}.{experts[match[2]]}.{match[3]}"
+                found |= {module.format(n): each for n, each in enumerate(_of_experts(tensor))}
+                continue
             if match is None or match[2] not in names:
                 raise CheckpointError(
                     f"{model.path}: {name} is no tensor of a {model.architecture} model that is "
                     "supported."
                 )
             ours = f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
-        found[ours] = tensor
+        is_vector = name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1
+        found[ours] = replace(tensor, shape=(1, *tensor.shape)) if is_vector else tensor
     return found
+
+
+def _of_experts(tensor: GGUFTensor) -> list[GGUFTensor]:
+    """Return the matrix of each expert."""
+    count, *shape = tensor.shape
+    size = tensor.num_bytes // count
+    return [
+        replace(tensor, shape=tuple(shape), start=tensor.start + at * size, num_bytes=size)
+        for at in range(count)
+    ]
+
+
+def model_type(model: GGUFModel) -> str | None:
+    """Return what config.json calls the architecture; None: it is not supported."""
+    if model.architecture == "llama" and model.value("expert_count", 0):
+        return "mixtral"
+    return ARCHITECTURES.get(model.architecture)
 
 
 def config_of(model: GGUFModel) -> dict[str, Any]:
@@ -271,7 +324,7 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
     Raises:
         CheckpointError: The architecture is not supported, or a key is absent.
     """
-    kind = ARCHITECTURES.get(model.architecture)
+    kind = model_type(model)
     if kind is None:
         raise CheckpointError(
             f"{model.path}: expected general.architecture among {', '.join(ARCHITECTURES)}, got "
@@ -306,6 +359,8 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
     }
     if scaling := _rope_scaling(model, head_dim, config["rope_theta"]):
         config["rope_scaling"] = scaling
+    if FAMILIES[kind].experts is not None:
+        config |= _experts_of(model, FAMILIES[kind])
     if kind == "gemma3_text":
         # The largest alone scales by the width of its heads without the heads' own.
         is_largest = value("block_count") == 62
@@ -318,6 +373,21 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         if (token := model.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{key}_token_id"] = token
     return config
+
+
+def _experts_of(model: GGUFModel, family: Architecture) -> dict[str, Any]:
+    """Return what a config.json says of experts; llama.cpp knows which families renormalise."""
+    value = model.value
+    found: dict[str, Any] = {
+        "num_experts": value("expert_count"),
+        "num_experts_per_tok": value("expert_used_count"),
+        "norm_topk_prob": value("expert_weights_norm", model.architecture == "qwen3moe"),
+    }
+    if family.expert_size_key == "moe_intermediate_size":
+        found["moe_intermediate_size"] = value("expert_feed_forward_length")
+    if family.has_shared_expert:
+        found["shared_expert_intermediate_size"] = value("expert_shared_feed_forward_length")
+    return found
 
 
 def _shortest(value: float) -> float:
@@ -343,7 +413,10 @@ def _quantization(
     modules: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2:
-            modules.setdefault(tensor.type, []).append(name.removesuffix(".weight"))
+            module = any_expert(name.removesuffix(".weight"))
+            names = modules.setdefault(tensor.type, [])
+            if module not in names[-1:]:  # experts of a layer follow each other
+                names.append(module)
     key_heads = model.value("attention.head_count_kv", heads)
     return {
         "quant_method": "gguf",

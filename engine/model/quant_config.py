@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from engine.errors import CheckpointError
 from engine.model.formats import FORMATS
-from engine.model.quantised import Quantisation
+from engine.model.quantised import ROUTERS, Quantisation
 from engine.model.schemes import (
     BITS,
     GGUF_NORM,
@@ -52,7 +53,11 @@ def read_quantization(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     method = found.get("quant_method", "unknown")
     if method not in _READERS:
         raise _refused(f"got quant_method={method!r}")
-    return _READERS[method](found, dtype if dtype in FORMATS else "float16").to_dict()
+    read = _READERS[method](found, dtype if dtype in FORMATS else "float16")
+    if method in {"awq", "gptq"} and {"num_experts", "num_local_experts"} & config.keys():
+        # Their quantisers leave routers as they are, and do not say so.
+        read = replace(read, ignore=(*read.ignore, *ROUTERS))
+    return read.to_dict()
 
 
 def quantization_notes(config: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
@@ -417,8 +417,9 @@ class Quantisation:
         schemes: By the modules that they are of, in order; the first that matches counts.
         ignore: Modules that stay plain.
 
-    A module is meant by its name, by `re:` and a regular expression that its name begins with, or
-    by Linear, which means every matrix of a layer and the head.
+    A module is meant by its name, in which a star may stand for the number of an expert, by `re:`
+    and a regular expression that its name begins with, or by Linear, which means every matrix of a
+    layer and the head.
     """
 
     method: str
@@ -469,12 +470,18 @@ class Quantisation:
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return how a module is stored; None: plain."""
-        if any(_matches(pattern, module) for pattern in self.ignore):
+        ignored, *rules = self._rules
+        if ignored.matches(module):
             return None
-        for targets, scheme in self.schemes:
-            if any(_matches(pattern, module) for pattern in targets):
+        for rule, (_, scheme) in zip(rules, self.schemes, strict=True):
+            if rule.matches(module):
                 return scheme
         return None
+
+    @cached_property
+    def _rules(self) -> tuple["_Rule", ...]:
+        """What is ignored, and then the targets of each scheme."""
+        return tuple(map(_Rule.of, (self.ignore, *(targets for targets, _ in self.schemes))))
 
     def formats(self, tensors: Iterable[TensorSpec], dtype: str) -> dict[str, Format]:
         """Return the formats of those tensors that are not plain.
@@ -504,6 +511,13 @@ class Quantisation:
             first = schemes[0]
             if len({*schemes}) == 1 and first and (len(schemes) == 1 or _fit(tensor, first)):
                 found[tensor.name] = _format(first, dtype)
+            elif tensor.num_experts:
+                names = sorted({scheme.name if scheme else dtype for scheme in schemes})
+                raise ConfigError(
+                    f"{tensor.name}: expected all experts in one format, without columns in an "
+                    f"order of their own (desc_act, actorder), got {', '.join(names)}. This "
+                    "checkpoint is not supported."
+                )
             else:
                 found[tensor.name] = Mixed(tuple(_format(scheme, dtype) for scheme in schemes))
         return found
@@ -542,6 +556,10 @@ def _fit(tensor: TensorSpec, scheme: Scheme) -> bool:
     return whole and not scheme.ordered
 
 
+ROUTERS: Final = (r"re:.*\.gate$", r"re:.*\.shared_expert_gate$")
+"""Modules that choose experts."""
+
+
 def _format(scheme: Scheme | None, dtype: str) -> ReadFormat:
     if scheme is None:
         return FORMATS[dtype]
@@ -576,12 +594,33 @@ def module_of(part: ParamSpec) -> str:
     return part.name.removesuffix(".weight")
 
 
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    if pattern == LINEAR:
-        return not module.endswith(("embed_tokens", "norm"))
-    return pattern == module
+def any_expert(module: str) -> str:
+    """Return the name of a module of an expert with a star for its number; others as they are."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", module)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Patterns that modules are meant by."""
+
+    names: frozenset[str]
+    expressions: tuple[re.Pattern[str], ...]
+    is_linear: bool
+
+    @classmethod
+    def of(cls, patterns: Iterable[str]) -> "_Rule":
+        """Sort patterns: a model with experts has ten thousands of modules."""
+        every = tuple(patterns)
+        expressions = tuple(re.compile(each[3:]) for each in every if each.startswith("re:"))
+        return cls(frozenset(every), expressions, LINEAR in every)
+
+    def matches(self, module: str) -> bool:
+        """Whether any of them means a module."""
+        if module in self.names or any_expert(module) in self.names:
+            return True
+        if self.is_linear and not module.endswith(("embed_tokens", "norm")):
+            return True
+        return any(each.match(module) for each in self.expressions)
 
 
 def _check(scheme: Scheme) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from engine.errors import ConfigError
 from engine.model.formats import Format
-from engine.model.quantised import Quantisation
+from engine.model.quantised import ROUTERS, Quantisation
 from engine.model.schemes import LINEAR, ROUNDED, Scheme
 from engine.model.spec import ModelSpec
 
@@ -24,8 +24,8 @@ def described(quantize: str | None) -> str | None:
 def weight_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mapping[str, Format]:
     """Return the formats of those tensors that are not plain: quantised ones, or rounded ones.
 
-    A load rounds every matrix of a layer. Embedding and head stay as they are, which most quantised
-    checkpoints leave plain too. A scale has the dtype of the checkpoint.
+    A load rounds every matrix of a layer but routers. Embedding and head stay as they are, which
+    most quantised checkpoints leave plain too. A scale has the dtype of the checkpoint.
 
     Args:
         quantize: A key of BITS; None: nothing is rounded.
@@ -44,5 +44,5 @@ def weight_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mapping
             "bfloat16, float16 or float32 checkpoint."
         )
     scheme = Scheme(ROUNDED, BITS[quantize], GROUP, spec.dtype)
-    found = Quantisation(quantize, (((LINEAR,), scheme),), ("lm_head",))
+    found = Quantisation(quantize, (((LINEAR,), scheme),), ("lm_head", *ROUTERS))
     return found.formats(spec.tensors(), dtype)

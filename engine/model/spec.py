@@ -45,6 +45,8 @@ NORMS = {
     ),
 }
 """Norms of a layer's hidden states."""
+W13, W2 = "mlp.experts.w13_weight", "mlp.experts.w2_weight"
+"""Matrices of all experts of a layer: gates and ups, and what follows them."""
 
 
 @dataclass(kw_only=True)
@@ -78,6 +80,20 @@ class ModelSpec(Sealed):
     """rope_theta of layers with a window, which then have no rope_scaling; null: as the others."""
     query_pre_attn_scalar: float | None = number(None, low=0, low_open=True)
     """Attention scores are divided by its root; null: head_dim."""
+    num_experts: int = number(0, low=0)
+    """Experts of a layer that has them; 0: every layer is dense."""
+    num_experts_per_tok: int = number(0, low=0)
+    """Experts that run for each token."""
+    moe_intermediate_size: int = number(0, low=0)
+    """Feed-forward size of an expert."""
+    shared_expert_intermediate_size: int = number(0, low=0)
+    """Feed-forward size of an expert that runs for every token; 0: there is none."""
+    norm_topk_prob: bool = False
+    """Whether weights of the chosen experts are divided by their sum."""
+    decoder_sparse_step: int = number(1, low=1)
+    """Every so many-th layer has experts."""
+    mlp_only_layers: list[int] = field(default_factory=list)
+    """Layers that are dense whatever decoder_sparse_step says."""
     dtype: str = "bfloat16"
     """dtype of the checkpoint."""
     quantization: dict[str, Any] = field(default_factory=dict)
@@ -101,10 +117,48 @@ class ModelSpec(Sealed):
             raise ConfigError(
                 f"model.spec.head_dim: expected an even number from 16 to 256, got {self.head_dim}."
             )
+        self._check_experts()
         check_choice("model.spec.dtype", self.dtype, DTYPES)
         self.formats(self.dtype)
         self._check_window()
         self._check_rope_scaling()
+
+    def _check_experts(self) -> None:
+        sizes = {
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "moe_intermediate_size": self.moe_intermediate_size,
+        }
+        others = {
+            "shared_expert_intermediate_size": self.shared_expert_intermediate_size,
+            "norm_topk_prob": self.norm_topk_prob,
+            "mlp_only_layers": self.mlp_only_layers,
+        }
+        if self.architecture.experts is None:
+            for name, value in (sizes | others).items():
+                if value:
+                    raise ConfigError(
+                        f"model.spec.{name}: expected nothing of experts with model_type="
+                        f"{self.model_type}, got {value}: it would have no effect. Remove it."
+                    )
+            return
+        for name, value in sizes.items():
+            if not value:
+                raise ConfigError(
+                    f"model.spec.{name}: expected 1 or more with model_type={self.model_type}, "
+                    "got 0. Set it."
+                )
+        if self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                "model.spec.num_experts_per_tok: expected at most num_experts="
+                f"{self.num_experts}, got {self.num_experts_per_tok}."
+            )
+        if bool(self.shared_expert_intermediate_size) != self.architecture.has_shared_expert:
+            wanted = "1 or more" if self.architecture.has_shared_expert else "0"
+            raise ConfigError(
+                f"model.spec.shared_expert_intermediate_size: expected {wanted} with model_type="
+                f"{self.model_type}, got {self.shared_expert_intermediate_size}."
+            )
 
     def _check_window(self) -> None:
         window, types = self.sliding_window, list(self.layer_types)
@@ -181,6 +235,14 @@ class ModelSpec(Sealed):
         """Width of all key heads (and of all value heads)."""
         return self.num_key_value_heads * self.head_dim
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a router and experts."""
+        return (
+            self.num_experts > 0
+            and (layer + 1) % self.decoder_sparse_step == 0
+            and layer not in self.mlp_only_layers
+        )
+
     def layer_tensors(self, layer: int) -> tuple[TensorSpec, ...]:
         """Return one decoder layer's tensors in declaration order."""
         return self._all_layer_tensors[layer]
@@ -192,10 +254,12 @@ class ModelSpec(Sealed):
 
     @cached_property
     def _all_layer_tensors(self) -> tuple[tuple[TensorSpec, ...], ...]:
-        layers = range(self.num_hidden_layers)
-        return tuple(tuple(self._layer_tensors(f"model.layers.{layer}.")) for layer in layers)
+        return tuple(map(self._layer_tensors, range(self.num_hidden_layers)))
 
-    def _layer_tensors(self, prefix: str) -> Iterator[TensorSpec]:
+    def _layer_tensors(self, layer: int) -> tuple[TensorSpec, ...]:
+        return tuple(self._tensors_of(layer, f"model.layers.{layer}."))
+
+    def _tensors_of(self, layer: int, prefix: str) -> Iterator[TensorSpec]:
         arch, hidden, ffn = self.architecture, self.hidden_size, self.intermediate_size
         q, kv = self.q_size, self.kv_size
 
@@ -224,11 +288,39 @@ class ModelSpec(Sealed):
             yield vector(f"{att}q_norm", self.head_dim if head else q)
             yield vector(f"{att}k_norm", self.head_dim if head else kv)
         mlp_bias = self.mlp_bias if arch.mlp_bias is None else arch.mlp_bias
-        gate_up = {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}
-        yield from linear("mlp.gate_up_proj", gate_up, hidden, mlp_bias)
-        yield from linear("mlp.down_proj", {"mlp.down_proj": hidden}, ffn, mlp_bias)
+        mlp = "mlp."
+        if self.has_experts(layer):
+            yield from self._expert_tensors(prefix)
+            mlp, ffn = "mlp.shared_expert.", self.shared_expert_intermediate_size
+        if ffn:
+            gate_up = {f"{mlp}gate_proj": ffn, f"{mlp}up_proj": ffn}
+            yield from linear(f"{mlp}gate_up_proj", gate_up, hidden, mlp_bias)
+            yield from linear(f"{mlp}down_proj", {f"{mlp}down_proj": hidden}, ffn, mlp_bias)
         for name in NORMS[arch.norms]:
             yield vector(name, hidden)
+
+    def _expert_tensors(self, prefix: str) -> Iterator[TensorSpec]:
+        """Yield router and experts: of each expert gates, then ups, then the next expert's."""
+        names, experts = self.architecture.experts, self.num_experts
+        assert names is not None
+        hidden, ffn = self.hidden_size, self.moe_intermediate_size
+
+        def param(name: str, rows: int, columns: int) -> ParamSpec:
+            return ParamSpec(f"{prefix}{name}.weight", (rows, columns))
+
+        router = param(names.router, experts, hidden)
+        yield TensorSpec(f"{prefix}mlp.gate.weight", (router,))
+        if self.architecture.has_shared_expert:
+            gate = param("mlp.shared_expert_gate", 1, hidden)
+            yield TensorSpec(gate.name, (gate,))
+        w13 = [
+            param(name.format(expert), ffn, hidden)
+            for expert in range(experts)
+            for name in (names.gate, names.up)
+        ]
+        yield TensorSpec(f"{prefix}{W13}", tuple(w13), experts)
+        w2 = (param(names.down.format(expert), hidden, ffn) for expert in range(experts))
+        yield TensorSpec(f"{prefix}{W2}", tuple(w2), experts)
 
     def _has_bias(self, rule: bool | None) -> bool:
         return self.attention_bias if rule is None else rule
@@ -277,8 +369,7 @@ class ModelSpec(Sealed):
     @property
     def num_parameters(self) -> int:
         """Parameters, tied ones counted once."""
-        layer = sum(tensor.numel for tensor in self.layer_tensors(0))
-        return layer * self.num_hidden_layers + sum(t.numel for t in self.outer_tensors())
+        return sum(tensor.numel for tensor in self.tensors())
 
     def shard(self, rank: int, world_size: int) -> "ModelSpec":
         """Return the sizes of the part of the model that one rank of several holds: of one, all.
@@ -295,12 +386,8 @@ class ModelSpec(Sealed):
 
     def weight_bytes(self, dtype: str | None = None) -> int:
         """Bytes of all parameters, plain ones in `dtype` (default: the checkpoint's)."""
-        num_bytes = FORMATS[dtype or self.dtype].num_bytes
-        if self.quantization:
-            dtype = dtype or self.dtype
-            return TensorFormats(FORMATS[dtype], self.formats(dtype)).total_bytes(self.tensors())
-        layer = sum(map(num_bytes, self.layer_tensors(0)))
-        return layer * self.num_hidden_layers + sum(map(num_bytes, self.outer_tensors()))
+        dtype = dtype or self.dtype
+        return TensorFormats(FORMATS[dtype], self.formats(dtype)).total_bytes(self.tensors())
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Bytes of keys and values of one token over all layers."""

@@ -571,7 +571,7 @@ def activation_bytes(
     inputs = groups * table_rows * math.ceil(max_model_len / 8) * 4 + tokens * 32
     tables = 1 if spec.rope_local_base_freq is None else 2
     rotary = tables * max_model_len * spec.head_dim * 4
-    largest = tokens * 2 * spec.intermediate_size * dtype_bytes
+    largest = tokens * max(2 * spec.intermediate_size, _of_experts(spec)) * dtype_bytes
     return int(1.05 * step) + workspace + inputs + rotary + largest + tokens * beside_bytes
 
 
@@ -582,7 +582,13 @@ def _step_bytes(spec: ModelSpec, settings: EngineSettings, dtype_bytes: int) -> 
 def _widest(spec: ModelSpec) -> int:
     """Elements per token that live at once in the widest place of a layer."""
     attention = 2 * (spec.q_size + 2 * spec.kv_size) + 2 * spec.q_size
-    return max(attention, 3 * spec.intermediate_size) + 4 * spec.hidden_size
+    experts = _of_experts(spec) + 3 * spec.shared_expert_intermediate_size
+    return max(attention, 3 * spec.intermediate_size, experts) + 4 * spec.hidden_size
+
+
+def _of_experts(spec: ModelSpec) -> int:
+    """Elements per token of what its experts make, and of what is between their products."""
+    return spec.num_experts_per_tok * (spec.hidden_size + spec.moe_intermediate_size)
 
 
 def restore_bytes(

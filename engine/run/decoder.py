@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.device.base import Device
 from engine.kv.memory import KVCache
 from engine.model.formats import EMBEDDING, HEAD, Products
-from engine.model.spec import ModelSpec
+from engine.model.spec import W2, W13, ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import pad_batch
 from engine.run.inputs import Batch, PrefillPiece, StagedPrefill
@@ -30,7 +30,7 @@ from kernels.arguments import (
     prefill_state,
     prefill_workspace,
 )
-from kernels.ops import attention, kv, norm
+from kernels.ops import attention, experts, kv, norm
 from kernels.sizes import PREFILL_SPLIT_MAX_QUERIES, prefill_state_bytes
 
 NUM_BUFFERS = 2
@@ -54,9 +54,13 @@ class DecoderLayer:
     """The group of layers whose slots and block tables it uses."""
     qkv: Product
     out: Product
-    gate_up: Product
-    """With the activation."""
-    down: Product
+    gate_up: Product | None
+    """With the activation; of the shared expert where the layer has experts. None: it has none."""
+    down: Product | None
+    router: Product | None = None
+    """None: the layer has no experts."""
+    shared_gate: Product | None = None
+    """Of the shared expert; None: there is none."""
 
 
 class PrefillStages:
@@ -249,7 +253,7 @@ class Decoder:
         hidden = self._attention(batch, weights, index, hidden)
         weight = weights["post_attention_layernorm.weight"]
         hidden = norm.add_rms_norm(hidden, residual, weight, eps)
-        return self._mlp(weights, index, hidden), residual
+        return self._mlp(batch, weights, index, hidden), residual
 
     def _post_norm_layer(
         self, batch: Batch, weights: Weights, index: int, hidden: Tensor, residual: Tensor | None
@@ -264,7 +268,7 @@ class Decoder:
         out = hidden
         if is_both:
             out = norm.rms_norm(hidden, weights["pre_feedforward_layernorm.weight"], eps, offset)
-        out = self._mlp(weights, index, out)
+        out = self._mlp(batch, weights, index, out)
         norm.rms_norm_add_(out, hidden, weights["post_feedforward_layernorm.weight"], eps, offset)
         return hidden, residual
 
@@ -341,12 +345,47 @@ class Decoder:
                     workspace=self.prefill_workspace,
                 )
 
-    def _mlp(self, weights: Weights, index: int, hidden: Tensor) -> Tensor:
+    def _mlp(self, batch: Batch, weights: Weights, index: int, hidden: Tensor) -> Tensor:
+        if self.layers[index].router is None:
+            return self._dense(weights, index, "mlp", hidden)
+        return self._experts(batch, weights, index, hidden)
+
+    def _dense(self, weights: Weights, index: int, module: str, hidden: Tensor) -> Tensor:
+        """Run the MLP of a layer, or its shared expert."""
         layer = self.layers[index]
-        bias = weights.get("mlp.gate_up_proj.bias")
-        gated = layer.gate_up(hidden, weights["mlp.gate_up_proj.weight"], bias)
-        weight, bias = weights["mlp.down_proj.weight"], weights.get("mlp.down_proj.bias")
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        bias = weights.get(f"{module}.gate_up_proj.bias")
+        gated = layer.gate_up(hidden, weights[f"{module}.gate_up_proj.weight"], bias)
+        weight, bias = (weights.get(f"{module}.down_proj.{kind}") for kind in ("weight", "bias"))
         return layer.down(gated, weight, bias, workspace=self.workspace)
+
+    def _experts(self, batch: Batch, weights: Weights, index: int, hidden: Tensor) -> Tensor:
+        ids, shares = self._route(batch, weights, index, hidden)
+        products = hidden.new_empty((*ids.shape, self.spec.hidden_size))
+        experts.experts_products(hidden, weights[W13], weights[W2], ids, products)
+        shared = logits = None
+        shared_gate = self.layers[index].shared_gate
+        if shared_gate is not None:
+            shared = self._dense(weights, index, "mlp.shared_expert", hidden)
+            gate = weights["mlp.shared_expert_gate.weight"]
+            logits = shared_gate(hidden, gate, workspace=self.workspace)
+        return experts.experts_sum(products, shares, ids, shared, logits)
+
+    def _route(
+        self, batch: Batch, weights: Weights, index: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the experts of each token, int32 [T, k], of padding -1, and their weights."""
+        spec, layer = self.spec, self.layers[index]
+        assert layer.router is not None
+        logits = layer.router(hidden, weights["mlp.gate.weight"], workspace=self.workspace)
+        return experts.route(
+            logits,
+            spec.num_experts_per_tok,
+            renormalise=spec.norm_topk_prob,
+            rounds=spec.architecture.rounds_routing,
+            rows_T=batch.slots[layer.group],
+        )
 
 
 def _part(
@@ -368,15 +407,24 @@ def _layers(spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> tuple[De
 
     found = []
     for index, window in enumerate(spec.windows):
-        gated = products(index, "mlp.gate_up_proj")
+        has_experts = spec.has_experts(index)
+        has_shared = has_experts and spec.shared_expert_intermediate_size > 0
+        mlp = "mlp.shared_expert" if has_experts else "mlp"
+        gated = down = None
+        if has_shared or not has_experts:
+            of = products(index, f"{mlp}.gate_up_proj")
+            gated = of.linear_gelu_mul if is_gelu else of.linear_silu_mul
+            down = products(index, f"{mlp}.down_proj").linear
         layer = DecoderLayer(
             rotary=full if window is None else local,
             window=plan.kv.groups[groups[index]].window,
             group=groups[index],
             qkv=products(index, "self_attn.qkv_proj").linear,
             out=products(index, "self_attn.o_proj").linear,
-            gate_up=gated.linear_gelu_mul if is_gelu else gated.linear_silu_mul,
-            down=products(index, "mlp.down_proj").linear,
+            gate_up=gated,
+            down=down,
+            router=products(index, "mlp.gate").linear if has_experts else None,
+            shared_gate=products(index, "mlp.shared_expert_gate").linear if has_shared else None,
         )
         found.append(layer)
     return tuple(found)

@@ -16,6 +16,7 @@ from tests.engine.groups import with_blocks
 from tests.slow import mostly_slow, slow
 from tests.tiny import (
     COMMON,
+    EXPERT_FAMILIES,
     FAMILIES,
     VARIANTS,
     greedy,
@@ -36,11 +37,14 @@ MAX_TOKENS = 8
 
 @pytest.mark.parametrize(
     "variant",
-    mostly_slow(VARIANTS, lambda x: x in (*FAMILIES, "llama_biases", "llama_odd_sizes")),
+    mostly_slow(
+        VARIANTS,
+        lambda x: x in (*FAMILIES, *EXPERT_FAMILIES, "llama_biases", "llama_odd_sizes"),
+    ),
 )
 def test_tokens_equal_transformers_alone_and_together(tiny: TinyModels, variant: str) -> None:
     """Those with windows have a file of their own, and below rotary tables of all kinds run."""
-    prompts = PROMPTS[: 5 if variant in {"llama", "gemma3"} else 4]
+    prompts = PROMPTS[: 5 if variant in {"llama", "gemma3", "qwen3_moe"} else 4]
     expected = tiny.greedy(variant, prompts, MAX_TOKENS)
     llm = open_llm(tiny.folder(variant))
     assert greedy(llm, prompts, MAX_TOKENS) == expected

@@ -1,0 +1,159 @@
+"""Mixtures of experts: which experts a token goes to, their products, and the weighted sum.
+
+A matrix of experts has the rows of one expert after those of the other. Where it is whole, an
+expert's number says where its rows are; where it is a bank of slots, the number of its slot does.
+Shape letters: T tokens, k experts of each, E experts, S slots, D hidden, F feed-forward.
+"""
+
+import torch
+
+from kernels.arguments import Codes, Quantised
+from kernels.ops.checks import KernelArgumentError, check_dims, check_float, check_tensor
+from kernels.ref import experts as ref
+
+
+def route(
+    logits_TE: torch.Tensor,
+    top_k: int,
+    *,
+    renormalise: bool,
+    rounds: bool,
+    rows_T: torch.Tensor | None = None,
+    chosen_Tk: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of each token and their weights.
+
+    They are those with the largest softmax, computed in float32, the largest first; of equal ones
+    the lower number.
+
+    Args:
+        logits_TE: the router's product.
+        top_k: experts of a token, 1 to E.
+        renormalise: divide the weights of a token by their sum.
+        rounds: round weights to the dtype of the logits.
+        rows_T: int64; a token with a negative entry is padding: its experts are -1, its weights 0.
+        chosen_Tk: int32 [T, top_k], 0 to E - 1: the experts, in place of those with the largest
+            softmax; weights are those of the logits at them.
+
+    Returns:
+        int32 [T, top_k] and float32 [T, top_k].
+    """
+    check_float("route.logits", logits_TE)
+    check_dims("route.logits", logits_TE, "TE")
+    num_tokens, num_experts = logits_TE.shape
+    if not 1 <= top_k <= num_experts:
+        raise KernelArgumentError("route.top_k", f"1 to {num_experts}", f"{top_k}")
+    device = logits_TE.device
+    if rows_T is not None:
+        check_tensor("route.rows", rows_T, (num_tokens,), torch.int64, device)
+    if chosen_Tk is not None:
+        check_tensor("route.chosen", chosen_Tk, (num_tokens, top_k), torch.int32, device)
+    return ref.route(
+        logits_TE,
+        top_k,
+        renormalise=renormalise,
+        rounds=rounds,
+        rows_T=rows_T,
+        chosen_Tk=chosen_Tk,
+    )
+
+
+def experts_products(
+    x_TD: torch.Tensor,
+    w13: ref.Weight,
+    w2: ref.Weight,
+    slots_Tk: torch.Tensor,
+    out_TkD: torch.Tensor,
+    *,
+    is_gelu: bool = False,
+) -> None:
+    """Write what each expert of each token makes of it: act(x @ gate.T) * (x @ up.T) @ down.T.
+
+    Gate, up and what is between the products are rounded as those of a dense layer. The result of
+    a token and an expert depends on neither the other tokens, nor the other experts, nor where the
+    expert lies.
+
+    Args:
+        x_TD: stride 1 in the last dimension.
+        w13: of S blocks of F rows of gate and F of up, D columns; a plain matrix, Quantised or
+            Codes. On a GPU also over pinned host memory, of which only what is routed to is read.
+        w2: of S blocks of D rows, F columns.
+        slots_Tk: int32 [T, k], 0 to S - 1: the block of each expert; -1: nothing is written.
+        out_TkD: [T, k, D], dtype of x, contiguous; written.
+        is_gelu: the activation is gelu, approximated by tanh, and not silu.
+    """
+    check_float("experts_products.x", x_TD)
+    check_dims("experts_products.x", x_TD, "TD")
+    (num_tokens, hidden), device = x_TD.shape, x_TD.device
+    check_tensor("experts_products.x", x_TD, (num_tokens, hidden), x_TD.dtype, device)
+    check_dims("experts_products.slots", slots_Tk, "Tk")
+    slots_shape = num_tokens, slots_Tk.shape[1]
+    check_tensor("experts_products.slots", slots_Tk, slots_shape, torch.int32, device)
+    out_shape = (*slots_shape, hidden)
+    check_tensor("experts_products.out", out_TkD, out_shape, x_TD.dtype, device)
+    _check_weights(x_TD, w13, w2)
+    ref.experts_products(x_TD, w13, w2, slots_Tk, out_TkD, is_gelu=is_gelu)
+
+
+def experts_sum(
+    products_TkD: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    shared_TD: torch.Tensor | None = None,
+    shared_logits_T1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of each token's products, in the order of its experts, in float32.
+
+    Args:
+        products_TkD: of experts_products, contiguous.
+        weights_Tk: float32.
+        ids_Tk: int32; a product whose entry is negative is not read and counts as 0.
+        shared_TD: what an expert that runs for every token made, dtype of the products, contiguous;
+            it is added last. None: there is none.
+        shared_logits_T1: [T, 1], dtype of the products; its sigmoid multiplies `shared`. None where
+            that is None.
+
+    Returns:
+        A new tensor [T, D], dtype of the products.
+    """
+    check_float("experts_sum.products", products_TkD)
+    check_dims("experts_sum.products", products_TkD, "TkD")
+    num_tokens, top_k, hidden = products_TkD.shape
+    dtype, device = products_TkD.dtype, products_TkD.device
+    check_tensor("experts_sum.weights", weights_Tk, (num_tokens, top_k), torch.float32, device)
+    check_tensor("experts_sum.ids", ids_Tk, (num_tokens, top_k), torch.int32, device)
+    if (shared_TD is None) != (shared_logits_T1 is None):
+        raise KernelArgumentError("experts_sum.shared", "logits beside it", "one of the two")
+    if shared_TD is not None and shared_logits_T1 is not None:
+        check_tensor("experts_sum.shared", shared_TD, (num_tokens, hidden), dtype, device)
+        check_tensor("experts_sum.shared_logits", shared_logits_T1, (num_tokens, 1), dtype, device)
+    return ref.experts_sum(products_TkD, weights_Tk, ids_Tk, shared_TD, shared_logits_T1)
+
+
+def _check_weights(x_TD: torch.Tensor, w13: ref.Weight, w2: ref.Weight) -> None:
+    """Raise unless two matrices of experts agree with each other and with tokens."""
+    hidden = x_TD.shape[1]
+    (rows, columns), (down_rows, ffn) = w13.shape, w2.shape
+    if columns != hidden:
+        raise KernelArgumentError("experts_products.w13", f"{hidden} columns", f"{columns}")
+    if rows % (2 * ffn) or down_rows % hidden or rows // (2 * ffn) != down_rows // hidden:
+        raise KernelArgumentError(
+            "experts_products.w2",
+            f"as many blocks of {hidden} rows as w13 has of {2 * ffn}, the columns of w2 twice",
+            f"shapes {tuple(w13.shape)} and {tuple(w2.shape)}",
+        )
+    for name, weight in (("w13", w13), ("w2", w2)):
+        dtype, device = _dtype_of(weight), _device_of(weight)
+        if (dtype, device) != (x_TD.dtype, x_TD.device):
+            expected, got = f"{x_TD.dtype} on {x_TD.device}", f"{dtype} on {device}"
+            raise KernelArgumentError(f"experts_products.{name}", expected, got)
+
+
+def _dtype_of(weight: ref.Weight) -> torch.dtype:
+    return torch.bfloat16 if isinstance(weight, Codes) else weight.dtype
+
+
+def _device_of(weight: ref.Weight) -> torch.device:
+    if isinstance(weight, Codes):
+        return weight.bytes.device
+    return weight.values.device if isinstance(weight, Quantised) else weight.device
