@@ -514,9 +514,10 @@ class Quantisation:
             elif tensor.num_experts:
                 names = sorted({scheme.name if scheme else dtype for scheme in schemes})
                 raise ConfigError(
-                    f"{tensor.name}: expected all experts in one format, without columns in an "
-                    f"order of their own (desc_act, actorder), got {', '.join(names)}. This "
-                    "checkpoint is not supported."
+                    f"{tensor.name}: expected all experts in one format, of a multiple of "
+                    f"{TILE_ROWS} rows each and without an order of columns (desc_act, actorder), "
+                    f"got {', '.join(names)} and {tensor.parts[0].shape[0]} rows. This checkpoint "
+                    "is not supported."
                 )
             else:
                 found[tensor.name] = Mixed(tuple(_format(scheme, dtype) for scheme in schemes))
