@@ -8,6 +8,8 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
+import uvloop
+
 from catalogue.files import tightfit_home
 from console.app import Console, make_app
 from console.page.sources import Sources
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str], prog: str = "tightfit console") -> int:
         except EngineError as error:
             return _refused(error)
         try:
-            return asyncio.run(_live(settings, keys, listening, database, notifier))
+            return uvloop.run(_live(settings, keys, listening, database, notifier))
         finally:
             database.close()
 

@@ -19,6 +19,8 @@ from threading import Event, Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
+import uvloop
+
 from catalogue.checkpoint import ModelUnavailableError
 from catalogue.files import note_folders
 from catalogue.models import find, located, state
@@ -67,6 +69,9 @@ if TYPE_CHECKING:
 
 BEAT_S: Final = 0.25
 """Seconds between two signs of life."""
+SWITCH_S: Final = 0.0005
+"""Seconds after which the thread of the engine lets that of the messages run; Python's 5 ms are
+longer than a step, and a request waits for them when it comes and when its token goes."""
 FETCH_LOOK_S: Final = 1.0
 """Seconds between two looks at how much of a model was fetched."""
 TOKENIZER_THREADS: Final = 2
@@ -357,7 +362,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     SPOKEN.set(as_flags)
-    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+    sys.setswitchinterval(SWITCH_S)
+    uvloop.run(_serve(socket.socket(fileno=descriptor)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Connections: HTTP/1.1 as uvicorn speaks it, with a limit on how long a request may take to come.
+"""Connections: HTTP/1.1 as uvicorn speaks it, with bounds on how a request may come.
 
-uvicorn bounds the time between requests; here headers and the rest of a refused body are bounded.
+uvicorn bounds the time between requests. Here the size of headers is bounded, and the time in which
+they and the rest of a refused body may come.
 """
 
 import json
@@ -8,20 +9,23 @@ import socket
 from asyncio import TimerHandle, Transport
 from typing import Any, Final
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.errors import APIError
 
 DEAD_PEER_S: Final = 30
 """Seconds after which a peer that acknowledges nothing counts as gone."""
+MOST_HEADER_BYTES: Final = 65_536
+"""Of a request: its address and its headers."""
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """One connection."""
 
     header_timeout_s: float = 10.0
     _timer: TimerHandle | None = None
+    _header_bytes: int | None = 0
+    """Bytes that came of the headers of a request; None: they are complete."""
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
@@ -31,16 +35,30 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; wait while they are no whole request."""
+        if self._header_bytes is not None:
+            self._header_bytes += len(data)
         super().data_received(data)
-        if self._is_answering():
+        if (self._header_bytes or 0) > MOST_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(431, f"headers: expected at most {MOST_HEADER_BYTES} bytes, got more.")
+        elif self._is_answering():
             self._disarm()
         elif self._timer is None:
             self._arm()
 
+    def on_headers_complete(self) -> None:
+        """Begin a request."""
+        self._header_bytes = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Take the end of a request's body."""
+        self._header_bytes = 0
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
         """Go on with the connection."""
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:
+        if self._header_bytes is None:
             self._arm()  # what is left of a refused body is read and dropped, for a while
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -50,25 +68,22 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in OpenAI's shape."""
-        if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
-            self.transport.close()
-            return
-        content = json.dumps(APIError(400, msg, code="invalid_http").body()).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(content)).encode()),
-            (b"connection", b"close"),
-        ]
-        events: list[Any] = [
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=content),
-            h11.EndOfMessage(),
-        ]
-        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer in OpenAI's shape where nothing is being answered, and close the connection."""
+        if not self._is_answering():
+            reason = {400: "Bad Request", 431: "Request Header Fields Too Large"}[status]
+            content = json.dumps(APIError(status, message, code="invalid_http").body()).encode()
+            head = (
+                f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + content)
         self.transport.close()
 
     def _is_answering(self) -> bool:
-        cycle: RequestResponseCycle | None = self.cycle
+        cycle: Any = self.cycle
         return cycle is not None and not cycle.response_complete
 
     def _arm(self) -> None:

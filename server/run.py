@@ -11,6 +11,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
+import uvloop
+
 from engine.errors import ConfigError, EngineError
 from server.app import Server, make_app
 from server.engine_link import EngineLink
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str], prog: str = "python -m server") -> int:
         return _refused(error, notifier)
     raise_file_limit()
     with listening:
-        return asyncio.run(Life(asked, keys, template, listening, notifier).run())
+        return uvloop.run(Life(asked, keys, template, listening, notifier).run())
 
 
 def _refused(error: EngineError, notifier: Notifier | None) -> int:

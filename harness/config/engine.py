@@ -52,7 +52,7 @@ NODES: Final = ("offload", "offload.uva", "offload.prefetch", "kv", "planner", "
 PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
     "accelerate": ("accelerate", f"Run: {install_extra('accelerate')}"),
     "vllm": ("vllm", "Install vLLM in this environment"),
-    "http": ("httpx_sse", "Run: pip install httpx-sse"),
+    "http": ("aiohttp", "Run: pip install aiohttp"),
 }
 """System -> what it imports, and what to do where that is absent."""
 WHY: Final[Mapping[str, str]] = {

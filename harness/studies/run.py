@@ -213,8 +213,12 @@ class StudyRun(Series):
     @property
     def _card(self) -> str | None:
         """Name of the GPU; None where figures are emulated."""
-        environments = [record.environment for record in self.records]
-        if not environments or any(found.get("emulated") is not False for found in environments):
+        environments = [
+            record.environment
+            for record in self.records
+            if record.environment.get("emulated") is not None  # a server does not tell
+        ]
+        if not environments or any(found["emulated"] for found in environments):
             return None
         name: str | None = (environments[0].get("gpu") or {}).get("name")
         return name

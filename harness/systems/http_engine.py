@@ -5,14 +5,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterator,
-    Mapping,
-)
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,9 +15,8 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-import httpx
+import aiohttp
 from anyio.from_thread import start_blocking_portal
-from httpx_sse import EventSource
 
 from engine.asked.config import EngineConfig
 from engine.asked.request import FinishReason, Request, TokenEvent, check_request
@@ -186,7 +179,7 @@ OnPart = Callable[[StreamedAnswer], None]
 class HTTPClient:
     """A session with one server, on an event loop of its own.
 
-    An event costs 63 us of CPU time, of 32 answers at once: one core takes 16,000 tokens a second.
+    Parts of one read of a connection have the time of that read.
     `timeout_s` is the longest wait for the next bytes of an answer.
     """
 
@@ -195,14 +188,21 @@ class HTTPClient:
         self._running: set[Future[Any]] = set()
         self._held = ExitStack()
         self._portal = self._held.enter_context(start_blocking_portal())
-        session = httpx.AsyncClient(
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-            limits=httpx.Limits(max_connections=None),
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None),
-            follow_redirects=True,
-            trust_env=False,
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._session: aiohttp.ClientSession = self._held.enter_context(
+            self._portal.wrap_async_context_manager(self._portal.call(self._open))
         )
-        self._session = self._held.enter_context(self._portal.wrap_async_context_manager(session))
+
+    async def _open(self) -> aiohttp.ClientSession:
+        """Return a session of the running loop."""
+        return aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_S, sock_read=self._timeout_s
+            ),
+            read_bufsize=2**20,
+        )
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> "Future[Any]":
         """Start a coroutine on the client's thread."""
@@ -215,18 +215,19 @@ class HTTPClient:
         """Return the JSON document at a path; EngineError without one."""
         address = f"{self._base}{path}"
         try:
-            response = self._portal.call(self._session.get, address)
-            if response.status_code != 200:
-                raise EngineError(
-                    f"system.base_url: {address} answered {response.status_code}: "
-                    f"{response.text[:300]}"
-                )
-            return response.json()
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            status, text = self._portal.call(self._get, address)
+            if status != 200:
+                raise EngineError(f"system.base_url: {address} answered {status}: {text[:300]}")
+            return json.loads(text)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineError(
                 f"system.base_url: {address} gave no answer ({_words(error)}). Start the server, "
                 "or correct the address."
             ) from error
+
+    async def _get(self, address: str) -> tuple[int, str]:
+        async with self._session.get(address) as response:
+            return response.status, await response.text(errors="replace")
 
     async def complete(self, path: str, body: dict[str, Any], on_part: OnPart) -> StreamedAnswer:
         """Send one request and return its whole answer.
@@ -236,20 +237,20 @@ class HTTPClient:
         """
         answer = StreamedAnswer()
         with _naming_failures(self._timeout_s):
-            async with self._session.stream("POST", f"{self._base}{path}", json=body) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    raise _refusal(response.status_code, text)
+            async with self._session.post(f"{self._base}{path}", json=body) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await response.text(errors="replace"))
                 await _read(response, answer, on_part)
         return answer
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send one request and return the document that answers it; raises as `complete` does."""
         with _naming_failures(self._timeout_s):
-            response = await self._session.post(f"{self._base}{path}", json=body)
-        if response.status_code != 200:
-            raise _refusal(response.status_code, response.text)
-        return _parse(response.text)
+            async with self._session.post(f"{self._base}{path}", json=body) as response:
+                status, text = response.status, await response.text(errors="replace")
+        if status != 200:
+            raise _refusal(status, text)
+        return _parse(text)
 
     def close(self) -> None:
         """End what runs and close the connections."""
@@ -263,11 +264,11 @@ def _naming_failures(timeout_s: float) -> Iterator[None]:
     """Raise ConnectionError where no server is reached, ServerError where one falls silent."""
     try:
         yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise ConnectionError(_words(error)) from error
-    except httpx.TimeoutException as error:
+    except TimeoutError as error:
         raise ServerError(f"nothing came for {timeout_s:g} s (system.request_timeout_s)") from error
-    except httpx.HTTPError as error:
+    except aiohttp.ClientError as error:
         raise ServerError(f"the connection broke: {_words(error)}") from error
 
 
@@ -276,41 +277,65 @@ def _refusal(status: int, text: str) -> ServerError:
     return ServerError(f"the server answered {status}: {text[:300]}{hint}")
 
 
-async def _read(response: httpx.Response, answer: StreamedAnswer, on_part: OnPart) -> None:
+async def _read(response: aiohttp.ClientResponse, answer: StreamedAnswer, on_part: OnPart) -> None:
     """Feed the events of a response to an answer, each with the time at which its bytes came."""
-    arrivals = _Arrivals(response.stream)
-    response.stream = arrivals
-    kind = response.headers.get("content-type", "").partition(";")[0]
-    response.headers["content-type"] = "text/event-stream"  # some servers name it otherwise
-    async for event in EventSource(response).aiter_sse():
+    events = Events()
+    async for data in response.content.iter_any():
+        now_s = time.perf_counter()
         before = len(answer.token_ids)
-        if event.event == "error":
-            raise ServerError(f"the server sent an error: {event.data[:300]}")
-        if event.data:
-            answer.feed(event.data, arrivals.last_s)
+        for kind, content in events.feed(data):
+            _take(kind, content, answer, now_s)
         if len(answer.token_ids) > before:
             on_part(answer)
         if answer.is_over:
-            break
+            return
+    now_s = time.perf_counter()
+    for kind, content in events.feed(b"\n\n"):  # a last event that some servers leave open
+        _take(kind, content, answer, now_s)
+    kind = response.headers.get("content-type", "").partition(";")[0]
     if not answer.num_parts and kind != "text/event-stream":
         raise ServerError(f"the server sent {kind} without a token in place of a stream of events")
 
 
-class _Arrivals(httpx.AsyncByteStream):
-    """The bytes of a response, and when the last ones came."""
+def _take(kind: str, content: str, answer: StreamedAnswer, now_s: float) -> None:
+    if kind == "error":
+        raise ServerError(f"the server sent an error: {content[:300]}")
+    if content:
+        answer.feed(content, now_s)
 
-    def __init__(self, stream: Any) -> None:
-        self._stream, self.last_s = stream, 0.0
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for data in self._stream:
-            self.last_s = time.perf_counter()
-            yield data
-        yield b"\n\n"  # ends a last event that some servers leave open
+class Events:
+    """Server-sent events out of bytes in any pieces.
 
-    async def aclose(self) -> None:
-        """Close the response."""
-        await self._stream.aclose()
+    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html. Fields other than event
+    and data are left out; lines end with LF, CR LF or CR.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._kind = ""
+        self._data: list[str] = []
+
+    def feed(self, data: bytes) -> list[tuple[str, str]]:
+        """Take bytes; return the kind and the content of each event that they complete."""
+        data = self._rest + data
+        whole = data[:-1] if data.endswith(b"\r") else data  # its \n may come with the next ones
+        *lines, tail = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = tail + data[len(whole) :]
+        found = []
+        for line in lines:
+            if not line:
+                if self._data or self._kind:
+                    found.append((self._kind, "\n".join(self._data)))
+                self._kind, self._data = "", []
+                continue
+            name, _, value = line.partition(b":")
+            value = value.removeprefix(b" ")
+            if name == b"data":
+                self._data.append(value.decode(errors="replace"))
+            elif name == b"event":
+                self._kind = value.decode(errors="replace")
+        return found
 
 
 def _words(error: BaseException) -> str:
@@ -328,12 +353,21 @@ class HTTPDoor:
     ) -> None:
         del on_step
         self._llm, self._max_pending, self._pending = llm, max_pending, 0
+        self._handed: deque[tuple[asyncio.Queue[list[TokenEvent]], list[TokenEvent]]] = deque()
+        """What came on the client's thread and is not yet in its request's queue."""
 
     @property
     def failure(self) -> BaseException | None:
         """Why the server is given up."""
         failure: BaseException | None = self._llm.failure
         return failure
+
+    def _hand_over(self) -> None:
+        """Put what came into the queues; whatever comes meanwhile is put too, or calls again."""
+        while self._handed:
+            queue, events = self._handed[0]
+            queue.put_nowait(events)
+            self._handed.popleft()
 
     async def tokens(
         self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
@@ -345,8 +379,10 @@ class HTTPDoor:
         loop = asyncio.get_running_loop()
 
         def put(events: list[TokenEvent]) -> None:
-            with contextlib.suppress(RuntimeError):  # the client's loop has ended
-                loop.call_soon_threadsafe(queue.put_nowait, events)
+            self._handed.append((queue, events))
+            if len(self._handed) == 1:  # one call of the loop for all that come at once
+                with contextlib.suppress(RuntimeError):  # the client's loop has ended
+                    loop.call_soon_threadsafe(self._hand_over)
 
         name = request_id or "http"
         running = self._llm.send(prompt, params or SamplingParams(), name, put)

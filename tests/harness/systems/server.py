@@ -16,6 +16,8 @@ class Script:
     """How the server answers."""
 
     tokens_per_part: int = 1
+    gap_s: float = 0.0
+    """Between two parts."""
     with_ids: bool = True
     with_usage: bool = True
     extra_usage: int = 0
@@ -154,3 +156,4 @@ class Server:
 
     async def _send(self, response, part):
         await response.write(f"data: {json.dumps(part)}\n\n".encode())
+        await asyncio.sleep(self.script.gap_s)
