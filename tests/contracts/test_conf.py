@@ -107,7 +107,7 @@ OPTIONS = {
     "kv": {"gpu", "cpu"},
     "scenario": {
         *("quick", "load", "throughput", "latency", "all"),
-        *("serve", "serve_peak", "serve_trace", "ab", "probe"),
+        *("serve", "serve_peak", "serve_trace", "ab", "probe", "quality"),
     },
     "tracking": {"mlflow", "none"},
 }
