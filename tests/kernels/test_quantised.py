@@ -16,9 +16,14 @@ from kernels.ref import quantised as ref
 from tests.kernels.cases import randn
 from tests.kernels.quantised_cases import CASES, Case, make, slowly
 from tests.kernels.tolerances import PRODUCT, assert_close
+from tests.slow import mostly_slow
 
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
-AFFINE, K_QUANT = CASES[0], CASES[3]
+AFFINE, K_QUANT, TABLE = CASES[0], CASES[3], CASES[-2]
+SOME = pytest.mark.parametrize(
+    "case", mostly_slow(CASES, lambda case: case in {AFFINE, K_QUANT, TABLE}), ids=str
+)
+"""For kernels, which Triton's interpreter runs slowly."""
 # tokens, inputs, outputs
 SHAPES = [(1, 256, 72), (17, 576, 32), (40, 200, 65)]
 
@@ -76,7 +81,7 @@ def half(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float16
 
 
-@EACH
+@SOME
 def test_kernel_restores_the_twins_bits(case, half, rng):
     from kernels.triton import quantised as kernel
 
@@ -104,7 +109,7 @@ def test_kernel_restores_a_nan_of_float8_and_subnormals(rng):
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@EACH
+@SOME
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel_matches_twin(case, shape, half, rng):
     from kernels.triton import quantised as kernel
@@ -117,7 +122,7 @@ def test_kernel_matches_twin(case, shape, half, rng):
     assert_close(out, ref.linear(x, weight, bias), PRODUCT)
 
 
-@pytest.mark.parametrize("case", [AFFINE, K_QUANT, CASES[-2]], ids=str)
+@pytest.mark.parametrize("case", [AFFINE, K_QUANT, TABLE], ids=str)
 @pytest.mark.parametrize("tokens", [2, 64])
 def test_gated_kernel_matches_twin(case, tokens, half, rng):
     from kernels.triton import quantised as kernel

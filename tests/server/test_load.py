@@ -17,6 +17,8 @@ from tests.server.launch import Served, last_events, open_stream, serving, wait_
 from tests.slow import slow
 
 PROMPT = "the same beginning for all of them, "
+NUM_CLIENTS = 100
+"""That ask at once."""
 LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 
 
@@ -228,9 +230,9 @@ def test_health_answers_while_long_prompts_are_read(busy: Served) -> None:
 
 @pytest.mark.slow
 def test_answers_leak_between_concurrent_requests(busy: Served) -> None:
-    """200 clients with prefixes in common, a third of which leave: texts are those of one alone."""
+    """Clients with prefixes in common, a third of which leave: texts are those of one alone."""
     draw = random.Random(7)
-    prompts = [PROMPT * draw.randint(1, 4) + f"marker {number}" for number in range(200)]
+    prompts = [PROMPT * draw.randint(1, 4) + f"marker {number}" for number in range(NUM_CLIENTS)]
     body = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     serial = [
         busy.post("/v1/completions", **body, prompt=prompt).json()["choices"][0]["text"]
@@ -260,7 +262,7 @@ def test_answers_leak_between_concurrent_requests(busy: Served) -> None:
     async def all_of_them() -> list[str | None]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=busy.url, timeout=100, limits=limits) as client:
-            return await asyncio.gather(*(one(client, number) for number in range(200)))
+            return await asyncio.gather(*(one(client, number) for number in range(NUM_CLIENTS)))
 
     found = asyncio.run(all_of_them())
     assert sum(text is not None for text in found) > 100

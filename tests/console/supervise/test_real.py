@@ -5,6 +5,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from catalogue.processes import module_command
 from console.registry.database import Database
@@ -54,6 +55,7 @@ def test_the_server_is_served_and_shown(database: Database, home: Path, tmp_path
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_fails_with_the_reason(
     database: Database, home: Path, tmp_path: Path
 ) -> None:
