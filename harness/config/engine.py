@@ -13,6 +13,7 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.formats import plain
 from engine.model.rounding import weight_formats
+from engine.model.spec import ModelSpec
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.plan.policy import assign
 from harness.config.schema import RunConfig
@@ -224,6 +225,20 @@ def yardstick_config(config: RunConfig, model: ModelConfig) -> EngineConfig:
     )
 
 
+def check_yardstick(config: RunConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError where quality is of a quantised checkpoint, and held against nothing."""
+    quality = config.scenario.quality
+    if quality is None or not quality.num_prompts or quality.reference is not None:
+        return
+    if spec.quantization:
+        raise ConfigError(
+            "scenario.quality.reference: expected the model that this one was made of (a name, a "
+            "folder, or OWNER/NAME), or the folder of a run that had this part, got null: the "
+            f"checkpoint is quantised ({spec.quantization['method']}). Set it, or set "
+            "num_prompts=0."
+        )
+
+
 def check_settings(config: RunConfig) -> None:
     """Check what depends on the model's sizes but on no machine and no weights.
 
@@ -246,6 +261,7 @@ def check_settings(config: RunConfig) -> None:
     sizes = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
     asked = with_model(config, sizes)
     weight_formats(config.model.quantize, spec, spec.dtype)  # refuses what is quantised already
+    check_yardstick(config, spec)
     resolve_max_model_len(asked, spec)
     # Only whether anything moves matters here, and that is the same in every dtype.
     assign(spec, config.offload, plain(resolve_dtype(asked, spec, "cuda")))

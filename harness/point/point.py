@@ -22,6 +22,7 @@ from engine.errors import ConfigError
 from engine.model.checkpoint import read_folder
 from engine.model.gguf import files_of, is_gguf
 from harness.config.engine import (
+    check_yardstick,
     engine_config,
     reference_config,
     require_package,
@@ -193,14 +194,8 @@ def _yardstick_of(config: RunConfig, path: Path | None) -> ModelConfig | Path | 
         return None
     if quality.reference is None:
         model = engine_config(config, path).model
-        spec = read_folder(path).spec if path is not None else config.model.spec
-        if spec is not None and spec.quantization:
-            raise ConfigError(
-                "scenario.quality.reference: expected the model that this one was made of (a name, "
-                "a folder, or OWNER/NAME), or the folder of a run that had this part, got null: "
-                f"the checkpoint is quantised ({spec.quantization['method']}). Set it, or set "
-                "num_prompts=0."
-            )
+        if path is not None:
+            check_yardstick(config, read_folder(path).spec)
         return replace(model, quantize=None, keep_lossless=False)
     folder = expanded(quality.reference)
     if not (folder / RESULT_NAME).is_file():

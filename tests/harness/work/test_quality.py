@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import LLM
+from engine.asked.config import ModelConfig
 from engine.errors import ConfigError, RequestError
-from harness.config.schema import QualityScenario, ScenarioConfig, SystemConfig
+from harness.config.engine import check_settings, engine_config, yardstick_config
+from harness.config.schema import ModelNode, QualityScenario, ScenarioConfig, SystemConfig
+from harness.point.process import WorkerJob
+from harness.systems.door import engine_door
 from harness.systems.http_engine import HTTPEngine
 from harness.work.prompts import PromptError
 from harness.work.quality import (
@@ -26,8 +31,9 @@ from harness.work.quality import (
     windows,
     write_yardstick,
 )
+from harness.worker import Work
 from tests.engine.quantised import SIZES
-from tests.harness.cases import run_config, scenario
+from tests.harness.cases import SPEC, run_config, scenario
 from tests.harness.systems import test_accelerate, test_http, test_vllm
 from tests.harness.systems.server import Script, Server
 from tests.server.launch import VOCAB, write_model
@@ -132,6 +138,30 @@ def test_agreement_is_that_of_greedy_tokens_each_given_those_before(
     assert samples["leading_equal"] == leading
 
 
+@pytest.mark.filterwarnings("ignore::engine.asked.offload.OffloadWarning")
+def test_workers_make_the_yardstick_and_hold_rounded_weights_against_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    quality = replace(CONFIG, text_file=str(text))
+    model = ModelNode(name="q", path=str(folder), quantize="int8")
+    config = run_config(model=model, scenario=ScenarioConfig(name="q", quality=quality))
+    plain = yardstick_config(config, ModelConfig(name="q", path=str(folder)))
+    tested = engine_config(config, folder)
+    door = replace(engine_door(), probe=lambda _: {}, machine=lambda _: {})
+    common: dict[str, Any] = {"scenario": config.scenario, "yardstick": tmp_path / "made.json"}
+    result: dict[str, Any] = {}
+    for kind, engine in (("yardstick", plain), ("measure", tested)):
+        job = WorkerJob(name=kind, kind=kind, engine=engine, **common)
+        result = Work(job, tmp_path, door, spawned_s=0).run()
+        assert result["error"] is None
+    assert result["measured"] == ["quality"]
+    assert result["effective"]["quantize"] == "int8 (round to nearest, group 128)"
+    assert 0 < result["metrics"]["quality/equal_share"] <= 1
+    assert result["samples"]["quality"]["yardstick"]["prompts"]
+
+
 def test_what_cannot_be_compared_is_refused(llm: LLM, tmp_path: Path) -> None:
     made = make_yardstick(llm, CONFIG, TEXT, clock=time.perf_counter, **HOW)
     with pytest.raises(PromptError, match="expected the same text and tokenizer"):
@@ -172,6 +202,17 @@ def test_weights_that_say_nothing_are_refused() -> None:
         run_config(scenario=ScenarioConfig(name="q", quality=CONFIG))
     assert scenario(quality=CONFIG).longest_tokens()["quality"] == 25
     assert "quality" in scenario(quality=CONFIG).part_names()
+
+
+def test_a_quantised_checkpoint_needs_a_reference(tmp_path: Path) -> None:
+    quantised = {"method": "awq", "schemes": [{"layout": "awq", "bits": 4}]}
+    node = ModelNode(name="q", path=str(tmp_path), spec=replace(SPEC, quantization=quantised))
+    config = run_config(model=node, scenario=ScenarioConfig(name="q", quality=CONFIG))
+    with pytest.raises(ConfigError, match=r"got null: the checkpoint is quantised \(awq\)"):
+        check_settings(config)
+    for changes in ({"reference": "glass"}, {"num_prompts": 0}):
+        quality = replace(CONFIG, **changes)
+        check_settings(replace(config, scenario=ScenarioConfig(name="q", quality=quality)))
 
 
 def test_vllm_tells_log_probabilities_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
