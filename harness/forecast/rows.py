@@ -37,7 +37,7 @@ from engine.plan.times import (
 from engine.plan.weight_format import LOSSLESS, MIXED, NOTHING_KNOWN, PLAIN, in_codes
 from engine.sealed import GIB, yaml_text
 from harness.config.engine import with_model
-from harness.config.schema import LatencyScenario, RunConfig, ScenarioConfig
+from harness.config.schema import LatencyScenario, QualityScenario, RunConfig, ScenarioConfig
 from harness.config.serve import Lengths, ServeScenario
 from harness.observe.machine_rates import Probed, read_rates
 
@@ -79,6 +79,8 @@ def run_s(shape: Shape, rates: Rates, scenario: ScenarioConfig) -> float:
         seconds += many.repeats * each
     if scenario.serve is not None:
         seconds += scenario.serve.repeats * _serve_s(shape, rates, scenario.serve)
+    if scenario.quality is not None:
+        seconds += _quality_s(shape, rates, scenario.quality)
     return seconds
 
 
@@ -98,6 +100,14 @@ def _serve_s(shape: Shape, rates: Rates, serve: ServeScenario) -> float:
         return search.max_trials * max(search.duration_s, work)
     rate = serve.arrivals.rate_per_s
     return max(work, count / rate if rate else 0.0) + (serve.arrivals.ramp_up_s or 0.0)
+
+
+def _quality_s(shape: Shape, rates: Rates, quality: QualityScenario) -> float:
+    """Windows and compared answers, computed once each; without the plain weights' own answers."""
+    count, compared = quality.num_windows or UNKNOWN_TOKENS, quality.num_prompts
+    answer = quality.prompt_tokens + quality.output_tokens
+    seconds = count * prefill_s(shape, rates, quality.window_tokens)
+    return seconds + compared * prefill_s(shape, rates, answer)
 
 
 def _mean(lengths: Lengths | None) -> int:
