@@ -6,6 +6,7 @@ from typing import Final
 
 from engine.errors import ConfigError
 from engine.model.rounding import BITS
+from engine.model.routing import check_routing
 from engine.model.spec import LOAD_FORMATS, ModelSpec
 from engine.sealed import Sealed, check_choice
 
@@ -83,6 +84,10 @@ class Model(Sealed):
     """int8 | int4: round plain weights to integers at the load (to the nearest, groups of 128);
     embedding and head stay plain, and tokens differ from those of the checkpoint. null: weights
     stay as they are."""
+    routing: str | None = None
+    """Experts of dummy weights: dummy (null; what a random router chooses, without locality) |
+    trace:FILE (as recorded) | synthetic:REUSE (a share of picks, 0 to 1, repeats an expert of the
+    last 8 tokens)."""
     spec: ModelSpec | None = None
     """Sizes of the architecture; null: read from config.json in `path`."""
 
@@ -97,6 +102,7 @@ class Model(Sealed):
         check_choice("model.load_format", self.load_format, LOAD_FORMATS)
         if self.quantize is not None:
             check_choice("model.quantize", self.quantize, tuple(BITS))
+        check_routing(self.routing, self.load_format)
         if self.path is not None and not self.path.strip():
             raise ConfigError("model.path: expected a folder or null, got an empty text.")
         if self.path is None and self.source.kind == "folder" and self.load_format != "dummy":

@@ -32,6 +32,7 @@ from engine.plan.planner import plan_again, plan_memory
 from engine.run.core import EngineCore
 from engine.run.decoder import Decoder
 from engine.run.executor import DeviceExecutor
+from engine.run.routing import Routers, read_routing
 from engine.run.sampler import Sampler
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.kept import DAMAGED, KeptCopy, Packed, keep, source_identity
@@ -57,6 +58,8 @@ class Engine:
     cache: KVCache
     executor: DeviceExecutor
     core: EngineCore
+    routing: Routers
+    """How tokens find their experts, and what keeps it."""
     tokenizer: Any | None
     load_report: LoadReport
     reference: bool
@@ -158,6 +161,8 @@ def build_engine(
     with clock.phase("tokenizer"):
         folder = None if config.model.path is None else Path(config.model.path)
         tokenizer, eos_ids = load_tokenizer(folder), eos_token_ids(folder, spec.vocab_size)
+    with clock.phase("plan"):
+        picked = read_routing(config, spec)
     with contextlib.ExitStack() as undo:
         undo.callback(device.close)
         compiling = Compilation(_kernels_of(spec, plan, device), device.torch_device)
@@ -171,6 +176,7 @@ def build_engine(
             device.count_working(plan.gpu_items["activations"] + plan.gpu_items["logits"])
             cache = KVCache(plan, spec, device, tier.blocks)
             tier.connect(cache)
+            routers = Routers.of(config, spec, picked, device)
             sampler = Sampler(
                 spec.vocab_size,
                 device.torch_device,
@@ -181,7 +187,7 @@ def build_engine(
             )
             executor = DeviceExecutor(
                 [(device, plan)],
-                Decoder.of(spec, plan, device, store, cache),
+                Decoder.of(spec, plan, device, store, cache, routers),
                 sampler,
                 seed=config.engine.seed,
                 eos_token_ids=eos_ids,
@@ -195,15 +201,18 @@ def build_engine(
             executor,
             eos_token_ids=eos_ids,
             movers=tier.movers,
-            identity=_identity(config, spec, plan),
+            identity=_identity(config, spec, plan, routers),
+            is_routed=routers.table is not None,
         )
         undo.pop_all()
-    parts = config, spec, plan, device, store, tier, cache, executor, core, tokenizer
+    parts = config, spec, plan, device, store, tier, cache, executor, core, routers, tokenizer
     return Engine(*parts, clock.report(), reference)
 
 
-def _identity(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan) -> tuple[str, ...]:
-    """Return what keys and values depend on beside tokens: weights, dtype, windows."""
+def _identity(
+    config: EngineConfig, spec: ModelSpec, plan: MemoryPlan, routers: Routers
+) -> tuple[str, ...]:
+    """Return what keys and values depend on beside tokens: weights, dtype, windows, routing."""
     model = config.model
     if model.load_format == "dummy":
         weights = f"dummy, seed {config.engine.seed}"
@@ -214,6 +223,7 @@ def _identity(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan) -> tuple[
         json.dumps(asdict(spec), sort_keys=True, default=str),
         plan.dtype,
         f"window {plan.window}",
+        f"routing {json.dumps(routers.facts, sort_keys=True)}",
         *(f"{name} in {form}" for name, form in plan.formats.to_dict().items()),
     )
 
@@ -255,6 +265,8 @@ def _warm_up(executor: DeviceExecutor, tier: HostTier, plan: MemoryPlan, clock: 
             with clock.phase("capture"):
                 executor.capture()
                 clock.part("compile", compiled.take_s())
+    if executor.meter is not None:
+        executor.meter.start()
 
 
 @dataclass(frozen=True)

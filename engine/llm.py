@@ -24,6 +24,7 @@ from engine.clock import LoadReport
 from engine.device.cuda import open_device
 from engine.errors import ConfigError, EngineError
 from engine.kv.pool import Tier
+from engine.model.routing import RoutingTrace, expert_sizes
 from engine.model.spec import ModelSpec
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
@@ -61,6 +62,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "prefill_graphs": sorted([x.decodes, x.tokens] for x in captured if x.tokens),
         "load_format": engine.config.model.load_format,
         **({"quantize": plan.quantize} if plan.quantize else {}),
+        "routing": engine.routing.facts,
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_gpu_blocks,
         "num_window_blocks": sum(plan.kv.pools[1:]),
@@ -401,6 +403,7 @@ class LLM:
             "free_window_blocks": sum(pool.num_free for pool in others),
             "num_window_blocks": sum(pool.num_gpu_blocks for pool in others),
             "kv": self._kv_stats(),
+            **self._expert_stats(),
         }
 
     def snapshot(self) -> Snapshot:
@@ -410,6 +413,14 @@ class LLM:
             EngineError: It was closed.
         """
         return take_snapshot(self.engine)
+
+    def _expert_stats(self) -> dict[str, Any]:
+        """Return hits, misses and bytes by layer with experts, where some are not resident."""
+        meter, sizes = self.engine.executor.meter, expert_sizes(self.spec)
+        if meter is None or sizes is None:
+            return {}
+        found = {name: each.tolist() for name, each in asdict(meter.totals).items()}
+        return {"experts": {"layers": list(sizes.layers), **found}}
 
     def _kv_stats(self) -> dict[str, Any]:
         """Return use of both tiers and what was found, moved and read in place."""
@@ -450,6 +461,26 @@ class LLM:
             core = self.engine.core
             core.scheduler.evict_gpu_cache()
             core.transfers.drain()
+
+    def forget_routing(self) -> None:
+        """Forget the experts that were recorded so far."""
+        recorder = self.engine.routing.recorder
+        if recorder is not None:
+            recorder.clear()
+
+    def routing_trace(self) -> RoutingTrace:
+        """Return the experts of tokens that ran since the load, or since forget_routing.
+
+        They are recorded with record_routing=True.
+        One sequence follows the other, each in order of position; write_trace makes a file of it.
+
+        Raises:
+            ConfigError: They were not recorded.
+        """
+        recorder = self.engine.routing.recorder
+        if recorder is None:
+            raise ConfigError("routing_trace: expected record_routing=True, got False. Set it.")
+        return recorder.trace(self.engine.config.model.name)
 
     def memory(self) -> dict[str, int]:
         """Return bytes on both sides, from the engine's own ledger and the device."""

@@ -51,7 +51,14 @@ class Snapshot:
     aborted: int
     failed: int
     link_weight_bytes: int
-    """Bytes of weights that crossed the host link, copied or read in place."""
+    """Bytes of weights that crossed the host link, copied or read in place, but for experts."""
+    link_expert_bytes: int
+    """Bytes of experts that crossed it because a token needed them."""
+    expert_hits: int
+    """Experts that tokens were routed to and that lay on the GPU, each once a layer and step; 0
+    where all are resident."""
+    expert_misses: int
+    """Those that crossed the link."""
     link_kv_bytes: int
     """Bytes of keys and values that crossed it to the GPU, copied or read in place."""
     link_bytes_per_step: float
@@ -83,6 +90,8 @@ def take_snapshot(engine: "Engine") -> Snapshot:
     rate_gb_s = rates.get("h2d_gb_s")
     run = engine.executor
     kv_bytes = run.kv_in_place_bytes + run.staged_prefill_bytes + core.transfers.loaded_bytes
+    meter = run.meter
+    expert_hits, expert_misses, expert_bytes = (0, 0, 0) if meter is None else meter.totals.totals
     return Snapshot(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
@@ -107,6 +116,9 @@ def take_snapshot(engine: "Engine") -> Snapshot:
         aborted=stats.num_aborted,
         failed=stats.num_failed,
         link_weight_bytes=run.copied_bytes + run.in_place_bytes,
+        link_expert_bytes=expert_bytes,
+        expert_hits=expert_hits,
+        expert_misses=expert_misses,
         link_kv_bytes=kv_bytes,
         link_bytes_per_step=use.bytes_per_step,
         link_share=use.bytes_per_s / (rate_gb_s * GB) if rate_gb_s else None,

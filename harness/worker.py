@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 from catalogue.processes import die_with_parent
 from engine.device.gpu import Gpu, open_gpu
 from engine.errors import RequestError
+from engine.model.routing import write_trace
 from harness.config.schema import QualityScenario, RequestSet
 from harness.config.serve import ServeScenario
 from harness.config.study import StepsScenario, TiersScenario
@@ -49,6 +50,7 @@ from harness.work.correctness import (
     write_reference,
 )
 from harness.work.drive import Engine, Outcome, StepTotals, measure_repeats
+from harness.work.experts import ExpertWatch
 from harness.work.kv import KVWatch
 from harness.work.load import measure_load
 from harness.work.offline import (
@@ -60,6 +62,7 @@ from harness.work.offline import (
 )
 from harness.work.predicted import (
     differences,
+    expert_metrics,
     kv_link_share,
     link_notes,
     link_reasons,
@@ -83,6 +86,8 @@ from harness.work.tiers import measure_tiers
 from reports.record.record import STATE_NAME, write_text_atomic
 
 INTERVAL_S: Final = 0.5
+ROUTING_NAME: Final = "routing.parquet"
+"""File of a run's folder with the experts of tokens (scenario.record_routing)."""
 
 
 class StateWriter:
@@ -98,6 +103,7 @@ class StateWriter:
         self._samples = run_dir / SAMPLES_NAME
         self._due_s = 0.0
         self._num_tokens: int | None = None
+        self._expert_hit_share: float | None = None
         self._tokens_before = (0, time.monotonic())
         self._writer = Background("state")
         self._state: dict[str, Any] = {
@@ -115,7 +121,7 @@ class StateWriter:
 
     def enter(self, phase: str, num_tokens: int | None = None) -> None:
         """Begin a phase; `num_tokens` of output are expected in it, None: it is not known."""
-        self._num_tokens = num_tokens
+        self._num_tokens, self._expert_hit_share = num_tokens, None
         self._state |= {"phase": phase, "progress": None}
         self._tokens_before = (0, time.monotonic())
         self._write()
@@ -140,6 +146,10 @@ class StateWriter:
         self._state |= {"phase": f"load:{phase}", "progress": progress}
         self._write()
 
+    def found_experts(self, hit_share: float | None) -> None:
+        """Keep the share of experts that lay on the GPU of late, for the next report."""
+        self._expert_hit_share = hit_share
+
     def running(self, num_done: int, num_requests: int, num_tokens: int) -> None:
         """Report requests and output tokens of a scenario."""
         now = time.monotonic()
@@ -154,6 +164,7 @@ class StateWriter:
             "output_tokens": num_tokens,
             "output_tokens_total": self._num_tokens,
             "tokens_s": rate,
+            "expert_hit_share": self._expert_hit_share,
         }
         self._state["progress"] = progress
         self._write(
@@ -250,6 +261,7 @@ class Work:
         self._job = job
         self._engine = job.engine
         self._path = result_path(run_dir, job.name)
+        self._trace_path = run_dir / ROUTING_NAME
         self._door = door
         self._spawned_s = spawned_s - door.clock_zero_s
         self._state = StateWriter(run_dir, job.name)
@@ -643,8 +655,11 @@ class Work:
         gpu = self._gpu()
         before_j = gpu.energy_j() if gpu else None
         begin_s = self._door.clock()
+        if self._job.scenario.record_routing:
+            cast(Any, llm).forget_routing()  # of the parts before, and of warming up
         watch = KVWatch(llm, self._door.clock)
-        watched = cast(Engine, watch)
+        experts = ExpertWatch(cast(Engine, watch), self._door.clock, self._state.found_experts)
+        watched = cast(Engine, experts)
         outcome, totals = measure_repeats(partial(once, watched), config, self._job.t)
         self._note_window(part, begin_s)
         self._requests.flush()
@@ -655,7 +670,10 @@ class Work:
         self._result["reasons"] += outcome.reasons
         self._result["notes"] += outcome.notes
         watch.note(part, self._result)
+        experts.note(part, self._result)
         after_j = gpu.energy_j() if gpu else None
+        if self._job.scenario.record_routing:
+            write_trace(self._trace_path, cast(Any, llm).routing_trace())
         self._result["metrics"] |= _energy_metrics(before_j, after_j, outcome.num_output_tokens)
         if outcome.num_measured:
             self._result["measured"].append(part)
@@ -672,6 +690,7 @@ class Work:
     def _note_transfers(self, timed: dict[str, StepTotals]) -> None:
         metrics, last = self._result["metrics"], list(timed.values())[-1]
         metrics |= transfer_metrics(last, metrics) | kv_link_share(metrics)
+        metrics |= expert_metrics(last, self._result["plan"].get("experts"))
         self._result["reasons"] += transfer_reasons(last)
         if not self._result["effective"].get("emulated"):
             self._result["notes"] += link_notes(metrics)

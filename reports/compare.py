@@ -226,7 +226,12 @@ def _work(record: RunRecord) -> dict[str, object]:
     }
     if not any(key.startswith("model.spec.") for key in work):
         work["model.name"] = flat.get("model.name")
+    # A random router is that of dummy weights, asked for or not.
+    if work.get("model.routing") == "dummy":
+        work["model.routing"] = None
     # A file is what it holds: another one may lie at the same path, and the same one elsewhere.
+    if (digest := facts.dig_text(record.effective, "routing.sha256")) is not None:
+        work["model.routing"] = f"trace, content {digest}"[:27]
     for name, digest in (record.effective.get("inputs") or {}).items():
         work[f"scenario.{name}"] = f"content {digest}"[:20]
     return work

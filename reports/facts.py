@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from reports.record.record import RunRecord
-from reports.record.text import GIB, number
+from reports.record.text import GIB, leaf, number
 
 EMULATED: Final = "CPU emulation: not a GPU's figures"
 GPU_ITEMS: Final = (
@@ -67,6 +67,27 @@ def card_bytes(record: RunRecord) -> float | None:
 def model_name(record: RunRecord) -> str | None:
     """Return the name of the model that the configuration chose."""
     return dig_text(record.config, "model.name", "model.source", "model")
+
+
+def routing_words(record: RunRecord) -> str | None:
+    """Return what chose the experts of tokens; None for a model without any, or where none says."""
+    found = record.effective.get("routing")
+    if not isinstance(found, Mapping):
+        return None
+    reuse = dig_number(found, "measured_reuse")
+    measured = "" if reuse is None else f", {100 * reuse:.1f} % reuse measured"
+    match found.get("kind"):
+        case "router":
+            return "the model's router"
+        case "dummy":
+            return "a random router, without locality"
+        case "trace":
+            digest = str(found.get("sha256"))[:12]
+            return f"a trace of {found.get('trace_model')}, content {digest}{measured}"
+        case "synthetic":
+            return f"drawn with a reuse of {leaf(found.get('reuse'))}{measured}"
+        case other:
+            return f"unknown ({other})"
 
 
 def system_name(record: RunRecord) -> str:

@@ -89,6 +89,7 @@ def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
         load_format=load_format,
         keep_lossless=entry.keep_lossless,
         quantize=entry.quantize,
+        routing=entry.routing,
         spec=spec,
     )
     config = config_from_keywords(sizes, _noting(keywords))

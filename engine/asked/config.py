@@ -8,6 +8,7 @@ from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.rounding import BITS
+from engine.model.routing import check_routing
 from engine.model.spec import DTYPES, LOAD_FORMATS, ModelSpec
 from engine.sealed import Sealed, check_choice, check_number, number
 
@@ -215,6 +216,10 @@ class ModelConfig(Sealed):
     """int8 | int4: round plain weights to integers at the load (to the nearest, groups of 128);
     embedding and head stay plain, and tokens differ from those of the checkpoint. null: weights
     stay as they are."""
+    routing: str | None = None
+    """Experts of dummy weights: dummy (null; what a random router chooses, without locality) |
+    trace:FILE (as recorded) | synthetic:REUSE (a share of picks, 0 to 1, repeats an expert of the
+    last 8 tokens)."""
     spec: ModelSpec | None = None
     """Sizes; null: read from config.json in `path`."""
 
@@ -232,6 +237,7 @@ class ModelConfig(Sealed):
                 f"model {self.name!r}: expected a folder (path) for load_format="
                 f"{self.load_format}, got none. Set model.path, or load_format=dummy."
             )
+        check_routing(self.routing, self.load_format)
         if self.keep_lossless and self.load_format == "dummy":
             raise ConfigError(
                 "model.keep_lossless: expected false with load_format=dummy, got true: random "
@@ -259,6 +265,9 @@ class EngineConfig(Sealed):
     facts_folder: str | None = None
     """Folder in which a load notes which tensors of a checkpoint codes cannot hold, so that the
     next plan knows; null: nothing is noted."""
+    record_routing: bool = False
+    """Keep the experts of every token that runs, in host memory (2 bytes a layer and expert), for
+    LLM.routing_trace."""
     kept_folder: str | None = None
     """Folder of weights that were packed before (model.keep_lossless); null: none are kept or read.
     """

@@ -106,11 +106,18 @@ class Keywords(TypedDict, total=False):
     """int8 | int4: round plain weights to integers at the load (to the nearest, groups of 128);
     embedding and head stay plain, and tokens differ from those of the checkpoint. None: weights
     stay as they are."""
+    record_routing: bool
+    """Keep the experts of every token that runs, in host memory (2 bytes a layer and expert),
+    for LLM.routing_trace."""
     referee: bool
     """Build the two best candidates, time a few steps of each and keep the faster one."""
     request_tokens: int | None
     """Prompt and output tokens of the longest request that is known beforehand: no length that
     is advised, or taken where none is set, is shorter. None: none is known."""
+    routing: str | None
+    """Experts of dummy weights: dummy (None; what a random router chooses, without locality) |
+    trace:FILE (as recorded) | synthetic:REUSE (a share of picks, 0 to 1, repeats an expert of
+    the last 8 tokens)."""
     seed: int
     """Seed of dummy weights and of requests without a seed."""
     spec: ModelSpec | None

@@ -80,6 +80,8 @@ class KVPolicy:
     swap_rates: SwapRates | None = None
     """What the plan expects of the link; None: a preempted sequence's blocks are moved if there is
     a host tier."""
+    is_routed: bool = False
+    """Whether experts are those of a table, in which a sequence's place is a salt of its blocks."""
     recompute_token_s: float = 0.0
     """What the plan expects a token to take that is computed again, seconds."""
     read_rates: ReadRates | None = None

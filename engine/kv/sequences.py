@@ -22,6 +22,7 @@ from engine.kv.prefix import (
     swap_or_recompute,
     usable_prefix,
 )
+from engine.model.routing import first_row
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import NO_LIMIT, num_held
 
@@ -95,8 +96,10 @@ class BlockGroups:
         self._ahead = [0] * len(self.pools)
 
     @classmethod
-    def planned(cls, plan: MemoryPlan, identity: tuple[str, ...] = ()) -> "BlockGroups":
-        """Return the groups of a plan; `identity` is what `KVPolicy` says of it."""
+    def planned(
+        cls, plan: MemoryPlan, identity: tuple[str, ...] = (), *, is_routed: bool = False
+    ) -> "BlockGroups":
+        """Return the groups of a plan; `identity` and `is_routed` are as `KVPolicy` has them."""
         host = plan.host_kv
         pools = [
             TieredBlockPool(
@@ -113,6 +116,7 @@ class BlockGroups:
             identity=identity,
             prefix_caching=plan.prefix_caching,
             swap_rates=None if host is None else host.swap_rates,
+            is_routed=is_routed,
             recompute_token_s=0.0 if host is None else host.recompute_token_s,
             read_rates=None if host is None else host.read_rates,
         )
@@ -509,6 +513,8 @@ class BlockGroups:
                 salt = f"sequence {sequence.seq_id}"
             elif salt is not None:
                 salt = f"request {salt}"
+            if self.policy.is_routed:
+                salt = f"row {first_row(sequence.prompt_token_ids)} {salt}"
             chain = self._chains[sequence.seq_id] = KeyChain(
                 root_key(self.policy.identity, self.block_size, salt), self.block_size
             )

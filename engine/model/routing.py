@@ -20,6 +20,8 @@ from engine.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
+    from engine.model.spec import ModelSpec
+
 SETTING: Final = "model.routing"
 DUMMY: Final = "dummy"
 TRACE: Final = "trace"
@@ -73,10 +75,10 @@ class Routing:
             )
         raise ConfigError(f"{SETTING}: expected {_FORMS}, got {text!r}.")
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a table of experts takes the place of the router's choice."""
-        return self.kind != DUMMY
+
+def is_replaced(text: str | None) -> bool:
+    """Whether a table of experts takes the place of a router's choice."""
+    return text is not None and Routing.parse(text).kind != DUMMY
 
 
 def check_routing(text: object, load_format: str) -> None:
@@ -99,6 +101,36 @@ class ExpertSizes:
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
+
+
+def expert_sizes(spec: "ModelSpec") -> ExpertSizes | None:
+    """Return what a routing must fit; None for a model without experts."""
+    if not spec.num_experts:
+        return None
+    layers = tuple(filter(spec.has_experts, range(spec.num_hidden_layers)))
+    return ExpertSizes(layers, spec.num_experts, spec.num_experts_per_tok)
+
+
+def check_trace(routing: str | None) -> None:
+    """Raise ConfigError where a setting names a trace that is not there or malformed."""
+    if routing is not None and (file := Routing.parse(routing).file) is not None:
+        read_trace(Path(file).expanduser())
+
+
+def check_experts(spec: "ModelSpec", routing: str | None, *, is_recorded: bool) -> None:
+    """Raise ConfigError where a routing is set or to be recorded of a model without experts."""
+    if spec.num_experts:
+        return
+    if routing is not None:
+        raise ConfigError(
+            f"{SETTING}: expected null for a model without experts ({spec.model_type}), got "
+            f"{routing!r}. Remove it."
+        )
+    if is_recorded:
+        raise ConfigError(
+            f"record_routing: expected a model with experts, got {spec.model_type}, which has "
+            "none. Remove it."
+        )
 
 
 def first_row(prompt_token_ids: Sequence[int]) -> int:

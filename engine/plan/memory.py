@@ -30,6 +30,7 @@ from engine.plan.sizes import (
     prefill_sizes,
     process_bytes,
     restore_bytes,
+    routing_items,
     runtime_bytes,
     tokenizer_bytes,
 )
@@ -547,8 +548,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     prefills: tuple[tuple[int, int], ...] = ()
     if sizes:
         prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
-    offloads = any(layer.units for layer in layout.layers)
-    captured = prefills if use_graphs and not offloads else ()
+    captured = prefills if use_graphs and not any(each.units for each in layout.layers) else ()
     captured_pool, graph_nodes = captured_bytes(
         spec, facts.kind, sizes if use_graphs else (), captured, size
     )
@@ -561,6 +561,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         "graphs": graph_nodes,
         "runtime": runtime_bytes(facts.kind),
         **asked.restore_items,
+        **routing_items(config, spec),
     }
     tier = asked_tier(asked, layout.offloaded_bytes)
     if tier.num_blocks:
@@ -645,9 +646,8 @@ def _host_items(asked: Asked, tier: HostTierSizes, offloaded_bytes: int) -> dict
         items["pinned_kv"] = tier.num_pinned * sum(asked.kv.block_bytes)
         items["pageable_kv"] = tier.num_pageable * sum(asked.kv.block_bytes)
         items["kv_staging"] = tier.staging_bytes + tier.ids_bytes
-    items["load_staging"] = 0
-    if config.model.load_format != "dummy":
-        items["load_staging"] = load_staging_bytes(spec.weight_bytes(), facts.num_threads)
+    size = load_staging_bytes(spec.weight_bytes(), facts.num_threads)
+    items["load_staging"] = 0 if config.model.load_format == "dummy" else size
     items["tokenizer"] = 0 if config.model.path is None else tokenizer_bytes(spec.vocab_size)
     items["process"] = process_bytes(facts.kind)
     return items

@@ -13,6 +13,7 @@ from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import Format
 from engine.model.rounding import weight_formats
+from engine.model.routing import check_experts
 from engine.model.spec import ModelSpec
 from engine.plan.advise import (
     LOSSLESS_WORDS,
@@ -390,6 +391,7 @@ def _ask(
     if config.gpu.host_gib is not None:
         most = int(config.gpu.host_gib * GIB)
         facts = replace(facts, host_available_bytes=min(most, facts.host_available_bytes))
+    check_experts(spec, config.model.routing, is_recorded=config.record_routing)
     dtype = resolve_dtype(config, spec, facts.kind, facts.compute_capability)
     weight_formats(config.model.quantize, spec, dtype)  # refuses what is quantised already
     length = resolve_max_model_len(config, spec)

@@ -11,6 +11,7 @@ from engine.asked.kv import KVConfig
 from engine.asked.sampling import penalty_tokens, sampler_workspace_bytes
 from engine.errors import ConfigError
 from engine.model.formats import EMBEDDING, HEAD, TensorFormats, TensorSpec, align
+from engine.model.routing import TABLE_ROWS, expert_sizes, is_replaced
 from engine.model.spec import ModelSpec
 from engine.sealed import GIB
 from kernels.sizes import (
@@ -589,6 +590,24 @@ def _widest(spec: ModelSpec) -> int:
 def _of_experts(spec: ModelSpec) -> int:
     """Elements per token of what its experts make, and of what is between their products."""
     return spec.num_experts_per_tok * (spec.hidden_size + spec.moe_intermediate_size)
+
+
+def step_tokens(settings: EngineSettings) -> int:
+    """Most tokens of a step, padding included."""
+    return max(settings.max_num_batched_tokens, pad_batch(settings.max_num_seqs))
+
+
+def routing_items(config: EngineConfig, spec: ModelSpec) -> dict[str, int]:
+    """Bytes of a table of experts, of what a step takes of it, and of what is recorded, if any."""
+    sizes = expert_sizes(spec)
+    if sizes is None:
+        return {}
+    tokens, picks, num_bytes = step_tokens(config.engine), len(sizes.layers) * sizes.top_k, 0
+    if is_replaced(config.model.routing):
+        num_bytes += align(4 * TABLE_ROWS * picks) + align((4 * picks + 8) * tokens)
+    if config.record_routing:
+        num_bytes += align(2 * tokens * picks)
+    return {"routing": num_bytes} if num_bytes else {}
 
 
 def restore_bytes(

@@ -48,6 +48,12 @@ class StepStats:
     wait_s: float
     """Host time until its tokens came, what the host did meanwhile included; zero where they were
     there before the step behind it was launched, and on a CPU, which computes as it launches."""
+    expert_hits: int = 0
+    """Experts that its tokens were routed to and that lay on the GPU, each counted once a layer."""
+    expert_misses: int = 0
+    """Those that crossed the host link."""
+    expert_bytes: int = 0
+    """What crossed it for them, in none of the other counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +185,8 @@ class EngineCore:
     sequences wait for loads, a call waits for one piece of them, and returns no tokens if nothing
     can run then either.
 
-    There is a mover for each group of layers, none where there is no host tier. `identity` is what
-    the values in a KV block depend on beside tokens.
+    There is a mover for each group of layers, none where there is no host tier. `identity` and
+    `is_routed` say what the values in a KV block depend on beside tokens, as KVPolicy has them.
     """
 
     def __init__(
@@ -191,8 +197,9 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         movers: Sequence["BlockMover"] = (),
         identity: tuple[str, ...] = (),
+        is_routed: bool = False,
     ) -> None:
-        groups = BlockGroups.planned(plan, identity)
+        groups = BlockGroups.planned(plan, identity, is_routed=is_routed)
         self.pools = groups.pools
         """Blocks of each group of layers."""
         self.scheduler = Scheduler(
@@ -287,6 +294,7 @@ class EngineCore:
         self._flight, self._is_torn = behind, False
         for event in events:
             event.time_s = end_s
+        hits, misses, expert_bytes = flight.expert_counts()
         self.num_steps += 1
         self.overlapped_steps += step.is_overlapped
         self.last_step = StepStats(
@@ -300,11 +308,14 @@ class EngineCore:
             is_overlapped=step.is_overlapped,
             launch_s=step.launched_s - step.begin_s,
             wait_s=max(0.0, end_s - begin_s),
+            expert_hits=hits,
+            expert_misses=misses,
+            expert_bytes=expert_bytes,
         )
         self._end_s = end_s
         self.step_s += self.last_step.duration_s
         loaded, before = self.transfers.loaded_bytes, self._loaded_bytes
-        read = flight.h2d_bytes + flight.in_place_bytes + flight.kv_in_place_bytes
+        read = flight.h2d_bytes + flight.in_place_bytes + flight.kv_in_place_bytes + expert_bytes
         self.recent.append((read + loaded - before, self.last_step.duration_s))
         self._loaded_bytes = loaded
         return events

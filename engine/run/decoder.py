@@ -19,6 +19,7 @@ from engine.model.spec import W2, W13, ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import pad_batch
 from engine.run.inputs import Batch, PrefillPiece, StagedPrefill
+from engine.run.routing import Routers
 from engine.weights.store import OPERATORS, WeightStore
 from kernels.arguments import (
     AttentionCall,
@@ -59,6 +60,8 @@ class DecoderLayer:
     down: Product | None
     router: Product | None = None
     """None: the layer has no experts."""
+    place: int = 0
+    """Which of the layers with experts it is, where it has some."""
     shared_gate: Product | None = None
     """Of the shared expert; None: there is none."""
 
@@ -146,6 +149,8 @@ class Decoder:
     """float32 [most rows of a step, V], written by every step."""
     stages: PrefillStages | None
     """For prefills over blocks of both tiers; None where sequences own no host blocks."""
+    routers: Routers
+    """How tokens find their experts."""
 
     @classmethod
     def of(
@@ -155,6 +160,7 @@ class Decoder:
         device: Device,
         store: WeightStore,
         cache: KVCache,
+        routers: Routers,
     ) -> "Decoder":
         """Allocate what steps need and ask every weight's format for the operator that takes it."""
         rows, at = pad_batch(plan.max_num_seqs), device.torch_device
@@ -173,6 +179,7 @@ class Decoder:
             prefill_workspace(queries, *sizes, at),
             torch.zeros((rows, spec.vocab_size), device=at),
             PrefillStages(plan, spec, device, cache) if is_tiered else None,
+            routers,
         )
 
     def forward(self, batch: Batch, between: Callable[[], object] | None = None) -> Tensor:
@@ -185,7 +192,10 @@ class Decoder:
         Stream: everything is enqueued on the current stream; copies of offloaded weights run
         beside it and are joined before this returns. Keys and values are written to the cache.
         """
-        spec, store = self.spec, self.weights
+        spec, store, table = self.spec, self.weights, self.routers.table
+        if table is not None:
+            assert batch.routes is not None
+            batch = replace(batch, chosen=table.take(batch.routes))
         store.begin_step(batch.num_tokens)
         hidden = self.embedding(batch.input_ids, store.outer(EMBEDDING), spec.embedding_scale)
         run = self._pre_norm_layer if spec.architecture.norms == "pre" else self._post_norm_layer
@@ -379,13 +389,17 @@ class Decoder:
         spec, layer = self.spec, self.layers[index]
         assert layer.router is not None
         logits = layer.router(hidden, weights["mlp.gate.weight"], workspace=self.workspace)
-        return experts.route(
+        ids, shares = experts.route(
             logits,
             spec.num_experts_per_tok,
             renormalise=spec.norm_topk_prob,
             rounds=spec.architecture.rounds_routing,
             rows_T=batch.slots[layer.group],
+            chosen_Tk=None if batch.chosen is None else batch.chosen[layer.place],
         )
+        if self.routers.recorder is not None:
+            self.routers.recorder.note(layer.place, ids)
+        return ids, shares
 
 
 def _part(
@@ -424,6 +438,7 @@ def _layers(spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> tuple[De
             gate_up=gated,
             down=down,
             router=products(index, "mlp.gate").linear if has_experts else None,
+            place=sum(map(spec.has_experts, range(index))),
             shared_gate=products(index, "mlp.shared_expert_gate").linear if has_shared else None,
         )
         found.append(layer)

@@ -14,7 +14,9 @@ from engine.errors import ConfigError
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import HOST_DECODES, pad_batch
 from engine.run.decoder import Decoder
+from engine.run.expert_counts import ExpertMeter
 from engine.run.inputs import Batch, BatchBuilder, StepShape
+from engine.run.routing import Recorded, RecordedPart
 from engine.run.sample_row import SampleRow
 from engine.run.sampler import PendingTokens, Sampler
 from engine.schedule.step import StepPlan
@@ -78,6 +80,10 @@ class DeviceFlight:
     kv_in_place_bytes: int
     used_graph: bool
     scored: tuple[ScoredPart, ...] = ()
+    recorded: Recorded | None = None
+    """Experts of its tokens, where they are recorded."""
+    metered: tuple[ExpertMeter, torch.Tensor] | None = None
+    """What counts experts, and the copy of its counters behind the step; None: nothing does."""
 
     def is_done(self) -> bool:
         """Return whether its tokens are on the host."""
@@ -91,6 +97,8 @@ class DeviceFlight:
         """Return its tokens by seq_id, once they are there; None where logits were unusable."""
         for part in self.scored:
             part.collect()
+        if self.recorded is not None:
+            self.recorded.collect()
         if self.pending is None:
             return {}
         tokens = self.sampler.collect(self.pending)
@@ -98,6 +106,13 @@ class DeviceFlight:
             seq_id: None if token is None else (token,)
             for seq_id, token in zip(self.seq_ids, tokens, strict=True)
         }
+
+    def expert_counts(self) -> tuple[int, int, int]:
+        """Return hits, misses and bytes of experts since the step before; to be called once."""
+        if self.metered is None:
+            return 0, 0, 0
+        meter, sent = self.metered
+        return meter.collect(sent).totals
 
 
 class DeviceExecutor:
@@ -133,7 +148,15 @@ class DeviceExecutor:
         [(self._device, self._plan)] = ranks
         self._decoder, self.sampler = decoder, sampler
         self._seed, self._eos_token_ids = seed, eos_token_ids
-        self._batches = BatchBuilder(self._plan, self._device)
+        table = decoder.routers.table
+        self._batches = BatchBuilder(
+            self._plan, self._device, None if table is None else table.num_rows
+        )
+        counters, sizes = decoder.weights.expert_counters, decoder.weights.expert_bytes
+        self.meter: ExpertMeter | None = None
+        """Counts experts that are not resident; None: there are none."""
+        if counters is not None and sizes is not None:
+            self.meter = ExpertMeter(counters, sizes, self._device)
         self._graphs: dict[StepShape, tuple[Callable[[], None], int, int]] = {}
         """What replays a captured step, and the weight bytes that it copies and reads in place."""
         self.graph_steps = 0
@@ -154,6 +177,7 @@ class DeviceExecutor:
         if scored:
             batch = replace(batch, scored=tuple((part.rows, part.take) for part in scored))
         logits = self.execute(batch)
+        recorded = self._recorded(plan, batch.num_tokens)
         sampling, pending = plan.sampling, None
         if sampling:
             seed, eos_ids = self._seed, self._eos_token_ids
@@ -172,7 +196,22 @@ class DeviceExecutor:
             kv_in_place_bytes=self.kv_in_place_bytes - kv_in_place,
             used_graph=self.graph_steps > graph_steps,
             scored=scored,
+            recorded=recorded,
+            metered=None if self.meter is None else (self.meter, self.meter.send()),
         )
+
+    def _recorded(self, plan: StepPlan, num_tokens: int) -> Recorded | None:
+        """Enqueue the copy of the experts of a step that was enqueued; None: none are recorded."""
+        recorder = self._decoder.routers.recorder
+        if recorder is None:
+            return None
+        rows = [(item, row) for row, item in enumerate(plan.decodes)]
+        rows += [(item, self._batches.first_rows[item.sequence.seq_id]) for item in plan.prefills]
+        parts = [
+            RecordedPart(item.sequence.seq_id, item.start, row, item.num_tokens)
+            for item, row in rows
+        ]
+        return Recorded(recorder, recorder.send(num_tokens), tuple(parts))
 
     def _scored(self, plan: StepPlan) -> tuple[ScoredPart, ...]:
         """Return the parts of prompts in the newest batch whose tokens are to be scored."""

@@ -11,6 +11,7 @@ import torch
 from engine.asked.request import Sequence
 from engine.device.base import Device
 from engine.errors import EngineError
+from engine.model.routing import first_row
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import (
     PREFILL_SEQUENCES,
@@ -140,6 +141,10 @@ class Batch:
     """Prefills over blocks of both tiers."""
     reads_host: bool = False
     """Whether a decode reads blocks in the host tier."""
+    routes: torch.Tensor | None = None
+    """int64 [T]: rows of the table of experts; None: the routers choose."""
+    chosen: torch.Tensor | None = None
+    """int32 [L, T, k]: what the table says of each layer with experts; None: the routers choose."""
     scored: tuple[tuple[range, Callable[[torch.Tensor], None]], ...] = ()
     """Tokens whose logits are wanted beside those, and what takes them, float32 [n, V], in parts;
     they are overwritten afterwards."""
@@ -255,6 +260,7 @@ class StepInputs:
     They hold steps of `tokens` and `rows` (sequences) with `width` blocks each, of which `num_host`
     may lie in the host tier: those of the first group with numbers from `num_gpu` on. With
     `beside_moves` inputs go by a kernel where it can reach, as copy engines also move KV blocks.
+    With `has_routes` tokens have a row of a table of experts each.
     """
 
     def __init__(
@@ -268,6 +274,7 @@ class StepInputs:
         num_gpu: int = NO_HOST_TIER,
         num_host: int = 0,
         beside_moves: bool = False,
+        has_routes: bool = False,
     ) -> None:
         self.ids: Field
         """int64 [tokens]."""
@@ -277,7 +284,11 @@ class StepInputs:
         """int64 [tokens] for each group."""
         self.lens: Field
         """int32 [rows]."""
-        num_bytes = tokens * (2 + num_groups) * 8 + (8 + 2 * num_groups) * ALIGN_BYTES
+        self.routes: Field | None = None
+        """int64 [tokens]; None without a table of experts."""
+        self._has_routes = has_routes
+        num_fields = 2 + num_groups + has_routes
+        num_bytes = tokens * num_fields * 8 + (9 + 2 * num_groups) * ALIGN_BYTES
         num_bytes += rows * (num_groups * width * 4 + 4 + 4 + 8 + 8 + 8)
         if num_host:
             num_bytes += rows * (num_host * 8 + 8 + 4 + 2 * ALIGN_BYTES) + 2 * ALIGN_BYTES
@@ -306,6 +317,8 @@ class StepInputs:
         self.positions = self._take(num_tokens, torch.int64)
         self.slots = tuple(self._take(num_tokens, torch.int64) for _ in self._tables)
         self.lens = self._take(num_rows, torch.int32)
+        if self._has_routes:
+            self.routes = self._take(num_tokens, torch.int64)
 
     def _take(self, count: int, dtype: torch.dtype) -> Field:
         start, stop = self._at, self._at + count * dtype.itemsize
@@ -483,12 +496,14 @@ class TieredInputs:
 class BatchBuilder:
     """Owns the input buffers; pads steps to sizes that graphs have.
 
+    `num_routes` are the rows of a table of experts (engine/run/routing.py); None: there is none.
+
     Everything is only enqueued, on the current stream. Batches of padding hold no sequence; they
     are for warming up and capturing.
     """
 
-    def __init__(self, plan: MemoryPlan, device: Device) -> None:
-        self._plan, self._device = plan, device
+    def __init__(self, plan: MemoryPlan, device: Device, num_routes: int | None = None) -> None:
+        self._plan, self._device, self._num_routes = plan, device, num_routes
         rows = pad_batch(plan.max_num_seqs)
         group, host = plan.kv.groups[0], plan.host_kv
         self.tiered: TieredInputs | None = None
@@ -504,6 +519,7 @@ class BatchBuilder:
             num_gpu=NO_HOST_TIER if self.tiered is None else self.tiered.num_gpu,
             num_host=0 if self.tiered is None else self.tiered.width,
             beside_moves=plan.host_kv is not None,
+            has_routes=num_routes is not None,
         )
         self.shape: StepShape | None = None
         """Shape of the newest batch; None: padded to none."""
@@ -605,6 +621,7 @@ class BatchBuilder:
             max_prefill_tokens=most_tokens,
             logits_rows=None if wanted is None else inputs.add(wanted, torch.int64),
             reads_host=reads_host,
+            routes=None if inputs.routes is None else inputs.routes.device,
         )
 
     def _fill_decodes(self, decodes: SequenceOf[ScheduledSequence], size: int) -> bool:
@@ -629,6 +646,7 @@ class BatchBuilder:
                 + item.start % block_size
                 for item in decodes
             ]
+        self._fill_routes(decodes, 0)
         inputs.lens.host[:count] = inputs.positions.host[:count] + 1
         read_bytes = 0 if self.tiered is None else self.tiered.read_bytes(inputs, decodes)
         self.kv_in_place_bytes += read_bytes
@@ -641,6 +659,18 @@ class BatchBuilder:
         inputs.positions.host[start:stop] = 0
         for field in inputs.slots:
             field.host[start:stop] = -1
+        if inputs.routes is not None:
+            inputs.routes.host[start:stop] = 0
+
+    def _fill_routes(self, items: SequenceOf[ScheduledSequence], at: int) -> None:
+        """Write the rows of the table of experts of tokens from place `at` on, if there is one."""
+        routes, count = self.inputs.routes, self._num_routes
+        if routes is None or count is None:
+            return
+        for item in items:
+            row = first_row(item.sequence.prompt_token_ids) + item.start
+            routes.host[at : at + item.num_tokens] = np.arange(row, row + item.num_tokens) % count
+            at += item.num_tokens
 
     def _fill_prefills(self, prefills: SequenceOf[ScheduledSequence], at: int) -> list[int]:
         """Write the prefills' tokens behind `at` decodes; return where each starts and the end."""
@@ -660,6 +690,7 @@ class BatchBuilder:
             inputs.set_table(row, item.sequence)
             starts.append(stop - at)
             first = stop
+        self._fill_routes(prefills, at)
         return starts
 
     def _begin_padding(self, num_tokens: int, num_rows: int, length: int = 0) -> None:

@@ -12,15 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.asked.config import EngineConfig
 from engine.device.base import Device
 from engine.model.routing import (
+    DUMMY,
+    ROUTER,
     TABLE_ROWS,
     WINDOW_TOKENS,
     ExpertSizes,
     Routing,
     RoutingTrace,
+    expert_sizes,
+    is_replaced,
     read_trace,
 )
+from engine.model.spec import ModelSpec
+from engine.plan.sizes import step_tokens
 
 _STREAM: Final = 0x526F7574
 """Keeps the draws of tables apart from those of weights with the same seed."""
@@ -71,6 +78,36 @@ def reuse_share(ids: np.ndarray) -> float | None:
     return float(is_repeat.mean())
 
 
+def read_routing(
+    config: EngineConfig, spec: ModelSpec
+) -> tuple[np.ndarray | None, dict[str, Any] | None]:
+    """Return the table that model.routing asks for, int16 [P, L, k], and what a record says of it.
+
+    No table where the routers choose, and nothing to say of a model without experts.
+
+    Raises:
+        ConfigError: A trace is absent, malformed, or of other sizes than the model.
+    """
+    sizes, text = expert_sizes(spec), config.model.routing
+    if sizes is None:
+        return None, None
+    if not is_replaced(text):
+        return None, {"kind": DUMMY if config.model.load_format == DUMMY else ROUTER}
+    routing = Routing.parse(text)
+    facts: dict[str, Any] = {"kind": routing.kind}
+    if routing.file is not None:
+        trace = read_trace(Path(routing.file).expanduser())
+        trace.check_model(routing.file, sizes)
+        ids = trace.ids[:TABLE_ROWS]
+        facts |= {"file": routing.file, "sha256": trace.digest, "trace_model": trace.model}
+        facts["trace_tokens"] = len(trace.ids)
+    else:
+        assert routing.reuse is not None
+        ids = synthetic_ids(sizes, routing.reuse, config.engine.seed, TABLE_ROWS)
+        facts["reuse"] = routing.reuse
+    return ids, facts | {"rows": len(ids), "measured_reuse": reuse_share(ids)}
+
+
 @dataclass(frozen=True, eq=False)
 class RoutingTable:
     """Experts by row of the table; the row of a token follows from its sequence and position.
@@ -82,35 +119,21 @@ class RoutingTable:
     """int32 [L, P, k] on the device."""
     taken: Tensor
     """int32 [L * most tokens of a step * k] on the device: those of the newest step."""
-    facts: dict[str, Any]
-    """For the record."""
 
     @classmethod
-    def of(
-        cls, routing: Routing, sizes: ExpertSizes, *, seed: int, most_tokens: int, device: Device
-    ) -> "RoutingTable":
-        """Read or draw a table and put it on the device.
+    def of(cls, ids: np.ndarray, most_tokens: int, device: Device) -> "RoutingTable":
+        """Put a table on the device.
 
-        Raises:
-            ConfigError: A trace is absent, malformed, or of other sizes than the model.
+        Args:
+            ids: int [P, L, k].
+            most_tokens: Of a step.
+            device: Where steps run.
         """
-        facts: dict[str, Any] = {"kind": routing.kind}
-        if routing.file is not None:
-            trace = read_trace(Path(routing.file).expanduser())
-            trace.check_model(routing.file, sizes)
-            ids = trace.ids[:TABLE_ROWS]
-            facts |= {"file": routing.file, "sha256": trace.digest, "trace_model": trace.model}
-            facts["trace_tokens"] = len(trace.ids)
-        else:
-            assert routing.reuse is not None
-            ids = synthetic_ids(sizes, routing.reuse, seed, TABLE_ROWS)
-            facts["reuse"] = routing.reuse
-        facts |= {"rows": len(ids), "measured_reuse": reuse_share(ids)}
         host = torch.from_numpy(np.ascontiguousarray(ids.transpose(1, 0, 2), dtype=np.int32))
         table = device.empty(host.nbytes).view(torch.int32).view(host.shape)
         table.copy_(host)
-        num_bytes = len(sizes.layers) * most_tokens * sizes.top_k * 4
-        return cls(table, device.empty(num_bytes).view(torch.int32), facts)
+        num_bytes = 4 * most_tokens * ids.shape[1] * ids.shape[2]
+        return cls(table, device.empty(num_bytes).view(torch.int32))
 
     @property
     def num_rows(self) -> int:
@@ -189,7 +212,7 @@ class RoutingRecorder:
         found.copy_(self.buffer[:, :num_tokens], non_blocking=True)
         return found
 
-    def collect(self, sent: Tensor, parts: Sequence[RecordedPart]) -> None:
+    def keep(self, sent: Tensor, parts: Sequence[RecordedPart]) -> None:
         """Keep the experts of sequences, once the copy is known to be done."""
         ids = sent.numpy()
         for part in parts:
@@ -203,6 +226,23 @@ class RoutingRecorder:
         ids = np.concatenate(found) if found else np.empty(shape, dtype=np.int16)
         return RoutingTrace(model, self.sizes, ids)
 
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self._sequences.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Experts of a step on their way to the host."""
+
+    recorder: RoutingRecorder
+    sent: Tensor
+    parts: tuple[RecordedPart, ...]
+
+    def collect(self) -> None:
+        """Keep them, once the step is known to be done."""
+        self.recorder.keep(self.sent, self.parts)
+
 
 def _in_order(parts: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
     """Return the experts of one sequence, int16 [N, L, k], each position once, the newest of it."""
@@ -210,3 +250,31 @@ def _in_order(parts: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
         start + offset: ids[:, offset] for start, ids in parts for offset in range(ids.shape[1])
     }
     return np.stack([by_position[position] for position in sorted(by_position)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routers:
+    """How the tokens of an engine find their experts."""
+
+    facts: dict[str, Any] | None = None
+    """For the record: `kind` (router | dummy | trace | synthetic) and more; None: no experts."""
+    table: RoutingTable | None = None
+    """None: the routers choose."""
+    recorder: RoutingRecorder | None = None
+    """None: nothing is recorded."""
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        picked: tuple[np.ndarray | None, dict[str, Any] | None],
+        device: Device,
+    ) -> "Routers":
+        """Put what `read_routing` returned on the device, and allocate what records."""
+        (ids, facts), sizes, tokens = picked, expert_sizes(spec), step_tokens(config.engine)
+        recorder = None
+        if config.record_routing and sizes is not None:
+            recorder = RoutingRecorder.of(sizes, tokens, device)
+        table = None if ids is None else RoutingTable.of(ids, tokens, device)
+        return cls(facts=facts, table=table, recorder=recorder)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from engine.device.base import Device, HostBuffer
@@ -34,6 +35,11 @@ class WeightStore:
 
     def __init__(self, plan: MemoryPlan, device: Device) -> None:
         self.plan = plan
+        self.expert_counters: torch.Tensor | None = None
+        """int64 [L, 2] on the device: of each layer with experts hits and misses, which only grow;
+        None where all experts are resident."""
+        self.expert_bytes: np.ndarray | None = None
+        """int64 [L]: what crosses the host link for a miss, with `expert_counters`."""
         self._device = device
         self._resident_buffer, self._host_buffer = self._allocate()
         resident, host = self._resident_buffer, self._host_buffer.tensor

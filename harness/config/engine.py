@@ -13,6 +13,7 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.formats import plain
 from engine.model.rounding import weight_formats
+from engine.model.routing import check_experts, check_trace
 from engine.model.spec import ModelSpec
 from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.plan.policy import assign
@@ -97,7 +98,7 @@ def check_system(config: RunConfig) -> None:
             f"gpu.host_gib: expected null with system={kind}, got {config.gpu.host_gib:g}: it "
             "limits plans, and this system makes none. Remove it."
         )
-    for name, default in (("keep_lossless", "false"), ("quantize", "null")):
+    for name, default in (("keep_lossless", "false"), ("quantize", "null"), ("routing", "null")):
         if value := getattr(config.model, name):
             got = "true" if value is True else value
             raise ConfigError(
@@ -146,6 +147,7 @@ def with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
     parts: dict[str, Any] = {node: getattr(config, node) for node in nodes}
     parts |= {"facts_folder": str(facts_folder()), "kept_folder": str(kept_folder())}
     parts["request_tokens"] = max(config.scenario.longest_tokens().values(), default=None)
+    parts["record_routing"] = config.scenario.record_routing
     return EngineConfig(model=model, emulated_kv_tokens=kv_tokens_in_use(config), **parts)
 
 
@@ -183,6 +185,7 @@ def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
         load_format=config.model.load_format,
         keep_lossless=config.model.keep_lossless,
         quantize=config.model.quantize,
+        routing=config.model.routing,
         spec=config.model.spec,
     )
     return with_model(config, model)
@@ -202,6 +205,7 @@ def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig
         asked,
         model=replace(asked.model, keep_lossless=False),
         emulated_kv_tokens=check.num_prompts * (check.prompt_tokens + check.output_tokens),
+        record_routing=False,
         facts_folder=None,
         kept_folder=None,
         offload=OffloadConfig(),
@@ -249,6 +253,7 @@ def check_settings(config: RunConfig) -> None:
         path = expanded(file)
         if not path.is_file():
             raise ConfigError(f"scenario.{name}: expected a file, found none at {path.absolute()}.")
+    check_trace(config.model.routing)
     serve = config.scenario.serve
     if serve is not None and serve.trace is not None:
         serve.trace.check_ending()
@@ -258,6 +263,7 @@ def check_settings(config: RunConfig) -> None:
     spec = config.model.spec
     if spec is None:
         return
+    check_experts(spec, config.model.routing, is_recorded=config.scenario.record_routing)
     sizes = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
     asked = with_model(config, sizes)
     weight_formats(config.model.quantize, spec, spec.dtype)  # refuses what is quantised already

@@ -419,6 +419,9 @@ class ScenarioConfig(Sealed):
     """Perplexity and agreement with plain weights."""
     correctness: CorrectnessConfig = field(default_factory=CorrectnessConfig)
     """The comparison with the reference."""
+    record_routing: bool = False
+    """Write the experts of the last timed part's tokens to routing.parquet in the run's folder, for
+    model.routing=trace:FILE."""
 
     def check(self) -> None:
         """Raise ConfigError when nothing would be measured."""
@@ -430,6 +433,11 @@ class ScenarioConfig(Sealed):
         if self.correctness.enabled and not self.needs_engine:
             raise ConfigError(
                 "scenario.correctness.enabled: expected false where no engine is built, got true."
+            )
+        if self.record_routing and not (self.latency or self.throughput or self.serve):
+            raise ConfigError(
+                "scenario.record_routing: expected latency, throughput or serve beside it, got "
+                "none: there are no requests to record. Set one of them, or remove it."
             )
 
     @property
@@ -451,7 +459,7 @@ class ScenarioConfig(Sealed):
 
     def part_names(self) -> list[str]:
         """Return the parts that are measured with an engine; the load runs last."""
-        others = {"name", "correctness", "bare", "load"}
+        others = {"name", "correctness", "record_routing", "bare", "load"}
         names = [*(item.name for item in fields(self) if item.name not in others), "load"]
         found = [name for name in names if getattr(self, name) is not None]
         return [name for name in found if name != "tiers" or (self.tiers and self.tiers.parts)]
@@ -621,6 +629,11 @@ class RunConfig(Sealed):
                     f"system=native and another model, or set scenario.{part}=null."
                 )
         self._check_quality()
+        if self.scenario.record_routing and not is_own:
+            raise ConfigError(
+                "scenario.record_routing: expected false, got true: experts are told by this "
+                "project's engine alone. Choose system=native and another model, or remove it."
+            )
         fake = self.model.fake
         if self.scenario.overhead is not None and (fake is None or fake.clock != "real"):
             raise ConfigError(

@@ -44,6 +44,8 @@ def describe(state: Mapping[str, Any]) -> tuple[str, float | None, str]:
     details = f"{done}/{total} requests, {progress['output_tokens']} tokens"
     if progress.get("tokens_s") is not None:
         details += f", {progress['tokens_s']:.1f} tokens/s"
+    if progress.get("expert_hit_share") is not None:
+        details += f", {progress['expert_hit_share']:.0%} of experts found on the GPU"
     tokens = progress.get("output_tokens_total")
     # Of requests that run together none may end before all do.
     share = progress["output_tokens"] / tokens if tokens else done / total if total else None

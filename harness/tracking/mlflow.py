@@ -112,6 +112,7 @@ _TS_FIELDS: Final = {
     "tokens_s": "ts/output_tok_s",
     "output_tokens": "ts/output_tokens",
     "requests_done": "ts/requests_done",
+    "expert_hit_share": "ts/expert_hit_share",
     "rss_bytes": "ts/host_rss_bytes",
     "pinned_bytes": "ts/host_pinned_bytes",
     "host_available_bytes": "ts/host_available_bytes",

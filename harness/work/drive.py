@@ -33,6 +33,12 @@ class StepCounts:
     """Bytes copied from host to device."""
     in_place_bytes: int = 0
     """Bytes that the device read in host memory."""
+    expert_hits: int = 0
+    """Experts that tokens were routed to and that lay on the device, each once a layer."""
+    expert_misses: int = 0
+    """Those that crossed the host link."""
+    expert_bytes: int = 0
+    """Bytes that crossed it for them, in none of the other counts."""
 
 
 class Engine(Protocol):
@@ -108,11 +114,17 @@ class StepTotals:
     """What the plan says of decode_copied_bytes."""
     planned_read_bytes: int = 0
     """What the plan says of decode_read_bytes."""
+    decode_expert_hits: int = 0
+    """Experts found on the device in the steps that only decoded."""
+    decode_expert_misses: int = 0
+    """Experts that crossed the host link in the steps that only decoded."""
+    decode_expert_bytes: int = 0
+    """Bytes that crossed it for them."""
 
     @property
     def decode_moved_bytes(self) -> int:
         """Bytes that crossed from host to device in the steps that only decoded."""
-        return self.decode_copied_bytes + self.decode_read_bytes
+        return self.decode_copied_bytes + self.decode_read_bytes + self.decode_expert_bytes
 
     @property
     def planned_moved_bytes(self) -> int:
@@ -130,6 +142,9 @@ class StepTotals:
             self.num_decode_tokens += step.num_decode_tokens
             self.decode_copied_bytes += step.h2d_bytes
             self.decode_read_bytes += step.in_place_bytes
+            self.decode_expert_hits += step.expert_hits
+            self.decode_expert_misses += step.expert_misses
+            self.decode_expert_bytes += step.expert_bytes
             copied, read = plan.moved_per_step(step.num_decode_tokens)
             self.planned_copied_bytes += copied
             self.planned_read_bytes += read

@@ -136,9 +136,36 @@ def transfer_metrics(
     return found
 
 
+def expert_metrics(
+    totals: StepTotals, planned: Mapping[str, Any] | None
+) -> dict[str, float | None]:
+    """Return what decode steps found of their experts on the GPU, and what crossed the link.
+
+    Args:
+        totals: Over steps.
+        planned: What the plan says of experts; None, and nothing: the model has none off the GPU.
+    """
+    if not planned:
+        return {}
+    hits, misses = totals.decode_expert_hits, totals.decode_expert_misses
+    count, used = totals.num_decode_steps, hits + misses
+    return {
+        "experts/hit_share": hits / used if used else None,
+        "experts/hits_per_step": hits / count if count else None,
+        "experts/misses_per_step": misses / count if count else None,
+        "experts/bytes_per_step": totals.decode_expert_bytes / count if count else None,
+        "experts/planned_hit_share": planned.get("hit_share"),
+        "experts/planned_bytes_per_step": planned.get("bytes_per_step"),
+    }
+
+
 def transfer_reasons(totals: StepTotals) -> list[str]:
-    """Return one reason where the engine moved other bytes than its plan says."""
-    counted, planned = totals.decode_moved_bytes, totals.planned_moved_bytes
+    """Return one reason where the engine moved other bytes than its plan says.
+
+    What crosses the link for experts depends on the tokens, and is held against nothing.
+    """
+    counted = totals.decode_copied_bytes + totals.decode_read_bytes
+    planned = totals.planned_moved_bytes
     if abs(counted - planned) <= LARGEST_GAP * planned:
         return []
     count = totals.num_decode_steps

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from reports import facts
 from reports.figures import theme
+from reports.figures.experts import experts_figure
 from reports.figures.kv import kv_figure
 from reports.figures.roofline import roofline_figure
 from reports.figures.theme import Drawing, Theme
@@ -584,6 +585,7 @@ FIGURES: Final[Mapping[str, Callable[[RunRecord, Theme], Drawing | None]]] = Map
         "throughput": throughput_figure,
         "load": load_figure,
         "kv": kv_figure,
+        "experts": experts_figure,
         "timeline": timeline_figure,
         "roofline": roofline_figure,
     }

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from reports import facts
+from reports.figures.experts import ExpertsTrace, experts_trace
 from reports.figures.kv import kv_trace
 from reports.figures.roofline import WORDS, decode_points
 from reports.figures.run import lone_rows, phase_names, served_rows
@@ -52,6 +53,10 @@ ALT: Final = (
     ("timeline", "One line for each request: waiting, first token and further tokens"),
     ("roofline", "Decode rate over bytes a token below the roofs of link and GPU memory"),
     ("kv", "What each tier of the KV cache held over time, and what crossed the link"),
+    (
+        "experts",
+        "Experts found on the GPU over time and by layer, and bytes over the link for others",
+    ),
 )
 MOST_ERRORS: Final = 10
 RUN: Final = ("tightfit", "run")
@@ -78,6 +83,7 @@ def run_page(record: RunRecord, links: Sequence[Link] = ()) -> Page:
         memory_section(record),
         time_section(record),
         kv_section(record),
+        experts_section(record),
         _load(record),
         roofline_section(record),
         _others(record),
@@ -108,9 +114,17 @@ def _subtitle(record: RunRecord) -> str:
         None if system == "native" else system,
         model,
         f"offload {offload}" if offload else None,
+        _routed(record),
         facts.budget_title(record),
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _routed(record: RunRecord) -> str | None:
+    """Return what chose the experts where the model's own router did not."""
+    words = facts.routing_words(record)
+    is_own = facts.dig(record.effective, "routing.kind") == "router"
+    return None if words is None or is_own else f"experts {words}"
 
 
 def _commands(record: RunRecord) -> tuple[Command, ...]:
@@ -311,6 +325,7 @@ def _phase_table(record: RunRecord) -> Table | None:
 def _others(record: RunRecord) -> Section | None:
     """Show every metric that no other section shows."""
     shown = {"latency", "throughput", "quality", "serve", "load", "memory", "predicted", "kv"}
+    shown |= {"experts"}
     bases = {metric.name for metric in of_samples("latency")}
     names = [
         name
@@ -391,6 +406,7 @@ def asked_section(record: RunRecord) -> Section | None:
             ("model", facts.model_name(record), None),
             ("weights", _asked(record, "model.load_format"), _text(record, "load_format")),
             ("rounded", _asked(record, "model.quantize"), _text(record, "quantize")),
+            ("experts", _asked(record, "model.routing"), facts.routing_words(record)),
             ("dtype", _asked(record, "engine.dtype"), _text(record, "dtype")),
             ("device", _asked(record, "gpu.name"), _text(record, "device")),
             ("GPU memory", *_memory(record)),
@@ -599,6 +615,33 @@ def kv_section(record: RunRecord) -> Section | None:
         text = (f"{sizes}; counted during {trace.part}.",)
     tables = value_tables(record, names, folds_zero=True)
     return Section(title="KV cache", text=text, figures=("kv",), tables=tables)
+
+
+def experts_section(record: RunRecord) -> Section | None:
+    """Return the section, None where no expert is off the GPU."""
+    names = [name for name in record.metrics if name.startswith("experts/")]
+    if not names:
+        return None
+    words, trace = facts.routing_words(record), experts_trace(record)
+    text = () if words is None else (f"Chosen by: {words}.",)
+    tables = [*value_tables(record, names)]
+    if trace is not None:
+        tables.append(_layer_table(trace))
+    return Section(title="Experts", text=text, figures=("experts",), tables=tuple(tables))
+
+
+def _layer_table(trace: ExpertsTrace) -> Table:
+    rows = [
+        (str(layer), ABSENT if share is None else f"{100 * share:.1f} %", gib(size * GIB))
+        for layer, share, size in trace.by_layer()
+    ]
+    return Table(
+        caption=f"Experts by layer during {trace.part}, prompts included",
+        is_folded=True,
+        columns=("layer", "found on the GPU", "over the link"),
+        rows=rows,
+        numeric=frozenset({0, 1, 2}),
+    )
 
 
 def roofline_section(record: RunRecord) -> Section | None:

@@ -35,6 +35,9 @@ class ScriptedFlight:
     def collect(self) -> Mapping[int, list[SampledToken]]:
         return {i: [SampledToken(t, -0.5) for t in tokens] for i, tokens in self.tokens.items()}
 
+    def expert_counts(self) -> tuple[int, int, int]:
+        return 5, 2, 40
+
 
 @dataclass
 class ScriptedExecutor:

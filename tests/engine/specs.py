@@ -151,6 +151,27 @@ NO_PIN = {"can_pin": False, "can_uva": False, "reason": "tests say so"}
 NO_UVA = {"can_uva": False, "reason": "tests say so"}
 
 
+def moe_spec(**changes: Any) -> ModelSpec:
+    """Four layers of which the second and the fourth have experts."""
+    sizes = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1200,
+        "num_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    }
+    return ModelSpec(**(sizes | changes))
+
+
 def plan_small(facts: DeviceFacts = CPU, **changes: Any) -> MemoryPlan:
     """Plan the small model with little beside weights and KV cache."""
     asked: dict[str, Any] = {

@@ -85,6 +85,8 @@ OTHER: dict[str, Any] = {
     "load_format": "dummy",
     "keep_lossless": True,
     "quantize": "int4",
+    "routing": "synthetic:0.5",
+    "record_routing": True,
     "spec": small_spec(),
 }
 """A value of each keyword that is not its default."""
@@ -95,6 +97,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "referee": {"choose": True},
     "keep_lossless": {"weight_format": "lossless", "kept_folder": "kept"},
     "offload_num_in_group": {"offload_group_size": 4},
+    "routing": {"load_format": "dummy"},
 }
 """Keywords that have no effect alone -> what stands beside them."""
 
@@ -173,6 +176,7 @@ def test_the_harness_has_the_engine_s_classes_as_its_schema() -> None:
         "request_tokens",
         "facts_folder",
         "kept_folder",
+        "record_routing",
     }
     assert own - given <= set(keys)
 

@@ -17,6 +17,7 @@ from tests.harness.prefixes import PrefixCache
 GIB = 2**30
 BEGIN_S = 100.0
 """The first time of a FakeClock; clock_start_s sets another."""
+EXPERT_COUNTS = ("expert_hits", "expert_misses", "expert_bytes")
 PLAN = {
     "gpu": {
         "budget_bytes": 2 * GIB,
@@ -64,6 +65,8 @@ class Script:
     """Read in place in each step."""
     planned_bytes: tuple = (1000, 500)
     """What the plan says of the two."""
+    experts: tuple = ()
+    """Experts found, not found, and bytes over the link for these, in each step; in two layers."""
     gpu_peak_bytes: int = GIB
     fail_at: str = ""
     """plan | build | reference | step: where `failure` strikes."""
@@ -118,8 +121,11 @@ class FakeLLM:
             all_special_ids=[0, 1], encode=lambda text: [5 + ord(char) for char in text]
         )
         self.max_model_len = script.max_model_len
+        plan = dict(PLAN)
+        if script.experts:
+            plan["experts"] = {"hit_share": 0.5, "bytes_per_step": 300}
         self.plan = SimpleNamespace(
-            to_dict=lambda: dict(PLAN),
+            to_dict=lambda: dict(plan),
             moved_per_step=lambda num_decodes: script.planned_bytes,
             block_size=10,
         )
@@ -174,6 +180,7 @@ class FakeLLM:
             num_decode_tokens=0 if is_prefill else len(sequences),
             h2d_bytes=script.moved_bytes,
             in_place_bytes=script.read_bytes,
+            **dict(zip(EXPERT_COUNTS, script.experts or (0, 0, 0), strict=True)),
         )
         events = [self._event(sequence) for sequence in sequences]
         self._running = [s for s in self._running if s.out < s.params.max_tokens]
@@ -200,9 +207,13 @@ class FakeLLM:
         self._running = [sequence for sequence in self._running if sequence.id != request_id]
 
     def stats(self):
-        steps = self._steps
+        steps, experts = self._steps, {}
+        if self._script.experts:
+            totals = zip(("hits", "misses", "bytes"), self._script.experts, strict=True)
+            experts = {name: [0, steps * count] for name, count in totals} | {"layers": [1, 3]}
         return {
             "steps": steps,
+            "experts": experts,
             "preemptions": 0,
             "kv": {
                 "gpu": {"blocks": 100, "owned": min(steps, 50), "cached": 10, "free": 40},

@@ -145,6 +145,23 @@ def kv_rows(cpu_blocks=800, seconds=40):
     }
 
 
+def expert_rows(seconds=10):
+    """Experts of three layers: the longer it runs, the more of them are found."""
+    rows = [[s, 30 * s + 2 * s * s, 20 * s, gib(0.01) * s] for s in range(seconds)]
+    last = seconds - 1
+    return {
+        "part": "latency",
+        "columns": ["time_s", "hits", "misses", "bytes"],
+        "rows": rows,
+        "layers": {
+            "layer": [1, 2, 5],
+            "hits": [rows[last][1], 0, 0],
+            "misses": [0, rows[last][2], 0],
+            "bytes": [0, rows[last][3], 0],
+        },
+    }
+
+
 def ok_record(**changes):
     latency = latency_rows()
     loads = load_rows()
@@ -188,12 +205,14 @@ def ok_record(**changes):
             "energy/j_per_token": None,
             "kv/cpu_hit_tokens": 81920,
             "kv/loaded_gib": 10.0,
+            "experts/hits_per_step": 30.0,
         },
         "samples": {
             "latency": latency,
             "load": loads,
             "throughput": {"num_requests": 100},
             "kv": kv_rows(),
+            "experts": expert_rows(),
         },
     }
     return RunRecord(**(fields | changes))

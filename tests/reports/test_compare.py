@@ -78,6 +78,35 @@ def test_unlike_work_is_refused_by_name(tmp_path, path, value, words):
         check_alike(rows_of(tmp_path, ok_record(), other))
 
 
+@pytest.mark.parametrize(
+    ("asked", "sha256", "words"),
+    [
+        ("synthetic:0.8", None, "synthetic:0.8 in a, null in b"),
+        ("trace:x", "1" * 64, "trace, content 1{12} in a, null in b"),
+    ],
+)
+def test_experts_that_others_chose_are_other_work(tmp_path, asked, sha256, words):
+    records = [ok_record(name=name, config=config()) for name in "abc"]
+    for record in (records[0], records[2]):
+        record.config["model"]["routing"] = asked
+        record.effective = record.effective | {"routing": {"kind": "?", "sha256": sha256}}
+    records[1].config["model"]["routing"] = "dummy"
+    with pytest.raises(UnlikeError, match=f"model.routing: {words}"):
+        check_alike(rows_of(tmp_path, *records[:2]))
+    check_alike(rows_of(tmp_path, records[0], records[2]))
+    check_alike(rows_of(tmp_path, records[1], ok_record(name="nothing asked", config=config())))
+
+
+def test_traces_are_compared_by_what_they_hold(tmp_path):
+    records = [ok_record(name=name, config=config()) for name in "abc"]
+    for record, path, digest in zip(records, "xyx", ("1" * 64, "1" * 64, "2" * 64), strict=True):
+        record.config["model"]["routing"] = f"trace:{path}"
+        record.effective = record.effective | {"routing": {"kind": "trace", "sha256": digest}}
+    check_alike(rows_of(tmp_path, *records[:2]))
+    with pytest.raises(UnlikeError, match=r"content 1{12} in a, trace, content 2{12} in c"):
+        check_alike(rows_of(tmp_path, records[0], records[2]))
+
+
 def test_a_gpu_and_its_emulation_are_unlike(tmp_path):
     other = ok_record(name="b")
     other.environment = {**other.environment, "emulated": True}

@@ -18,6 +18,7 @@ from engine.model.routing import (
     RoutingTrace,
     check_routing,
     first_row,
+    is_replaced,
     read_trace,
     write_trace,
 )
@@ -36,8 +37,8 @@ def test_setting_has_three_forms() -> None:
     assert Routing.parse("trace:a b/[c]:d.parquet") == Routing("trace", file="a b/[c]:d.parquet")
     assert Routing.parse("synthetic:0.8") == Routing("synthetic", reuse=0.8)
     assert [Routing.parse(f"synthetic:{x}").reuse for x in (0, 1)] == [0, 1]
-    assert not Routing.parse("dummy").is_replaced
-    assert Routing.parse("synthetic:0").is_replaced
+    texts = (None, "dummy", "trace:f", "synthetic:0")
+    assert [is_replaced(text) for text in texts] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("text", ["", "router", "dummy:1", "trace:", "trace: ", "synthetic", 3])

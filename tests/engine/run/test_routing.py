@@ -1,22 +1,15 @@
 """Tables of experts in the place of a router's choice, and the recorder."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from engine.device.cpu import CPUDevice
-from engine.errors import ConfigError
 from engine.model.routing import (
     TABLE_ROWS,
     WINDOW_TOKENS,
     ExpertSizes,
-    Routing,
-    RoutingTrace,
     first_row,
-    read_trace,
-    write_trace,
 )
 from engine.run.routing import (
     RecordedPart,
@@ -84,46 +77,15 @@ def test_a_short_table_has_no_reuse() -> None:
     assert reuse_share(synthetic_ids(SIZES, 0.5, 0, WINDOW_TOKENS)) is None
 
 
-def table(text: str, sizes: ExpertSizes = SIZES) -> RoutingTable:
-    routing = Routing.parse(text)
-    return RoutingTable.of(routing, sizes, seed=5, most_tokens=16, device=CPUDevice())
-
-
 def test_a_table_gives_each_token_its_row() -> None:
-    found = table("synthetic:0.8")
-    assert found.num_rows == TABLE_ROWS
-    wanted = synthetic_ids(SIZES, 0.8, seed=5, num_rows=TABLE_ROWS)
-    rows = torch.tensor([7, 0, TABLE_ROWS - 1, 7])
-    taken = found.take(rows)
+    ids = synthetic_ids(SIZES, 0.8, seed=5, num_rows=50)
+    table = RoutingTable.of(ids, 16, CPUDevice())
+    assert table.num_rows == 50
+    rows = torch.tensor([7, 0, 49, 7])
+    taken = table.take(rows)
     assert taken.dtype == torch.int32
-    np.testing.assert_array_equal(taken.numpy(), wanted[rows.numpy()].transpose(1, 0, 2))
-    assert found.take(rows[:1]).data_ptr() == taken.data_ptr()  # a graph finds it there
-    facts = found.facts
-    assert {name: facts[name] for name in ("kind", "reuse", "rows")} == {
-        "kind": "synthetic",
-        "reuse": 0.8,
-        "rows": TABLE_ROWS,
-    }
-    assert facts["measured_reuse"] == pytest.approx(0.8, abs=0.01)
-
-
-def test_a_table_of_a_trace(tmp_path: Path) -> None:
-    path, ids = tmp_path / "a [b].parquet", synthetic_ids(SIZES, 0.6, 0, 40)
-    write_trace(path, RoutingTrace("other", SIZES, ids))
-    found = table(f"trace:{path}")
-    assert found.num_rows == 40
-    np.testing.assert_array_equal(found.ids.numpy(), ids.transpose(1, 0, 2))
-    assert found.facts == {
-        "kind": "trace",
-        "file": str(path),
-        "sha256": read_trace(path).digest,
-        "trace_model": "other",
-        "trace_tokens": 40,
-        "rows": 40,
-        "measured_reuse": reuse_share(ids),
-    }
-    with pytest.raises(ConfigError, match="expected a trace with 64 experts"):
-        table(f"trace:{path}", ExpertSizes(SIZES.layers, 64, 8))
+    np.testing.assert_array_equal(taken.numpy(), ids[rows.numpy()].transpose(1, 0, 2))
+    assert table.take(rows[:1]).data_ptr() == taken.data_ptr()  # a graph finds it there
 
 
 def test_sequences_use_different_parts() -> None:
@@ -150,7 +112,7 @@ def test_the_recorder_keeps_sequences_apart_and_in_order() -> None:
             recorder.note(place, torch.from_numpy(np.concatenate(picked)).to(torch.int32))
         sent = recorder.send(at)
         recorder.note(0, torch.zeros((8, 2), dtype=torch.int32))  # the step behind
-        recorder.collect(sent, found)
+        recorder.keep(sent, found)
 
     step((9, 0, 3))
     step((9, 3, 1), (3, 0, 4))

@@ -183,6 +183,8 @@ RUNNING = {
 def test_states_in_words():
     assert describe(LOADING) == ("load: read", 0.25, "1.00/4.00 GiB")
     assert describe(RUNNING) == ("throughput", 0.75, "3/4 requests, 60 tokens, 12.5 tokens/s")
+    with_experts = {**RUNNING, "progress": {**RUNNING["progress"], "expert_hit_share": 0.837}}
+    assert describe(with_experts)[2].endswith("tokens/s, 84% of experts found on the GPU")
     together = RUNNING["progress"] | {"output_tokens_total": 240, "requests_done": 0}
     assert describe({**RUNNING, "progress": together})[1] == 0.25
     assert describe({"job": "reference", "phase": "build"}) == ("reference: build", None, "")

@@ -4,6 +4,8 @@ set, and tensors there are none."""
 from collections import OrderedDict
 from types import SimpleNamespace
 
+from tests.harness.fakes import EXPERT_COUNTS
+
 BLOCK = 4
 
 
@@ -97,6 +99,7 @@ class TieredLLM:
             h2d_bytes=5,
             in_place_bytes=0,
             kv_in_place_bytes=100 * far,
+            **dict.fromkeys(EXPERT_COUNTS, 0),
             wait_s=0.0,
         )
         events = []

@@ -9,6 +9,7 @@ from engine.errors import ConfigError, RequestError
 from harness.config.study import StepsScenario
 from harness.work import bench
 from harness.work.bench import Sender, decode, measure_steps
+from tests.harness.fakes import EXPERT_COUNTS
 from tests.harness.studies.kv_engine import Clock
 from tests.tiny import open_llm
 
@@ -51,6 +52,7 @@ class ScriptedLLM:
             wait_s=0.5,
             used_graph=True,
             is_overlapped=True,
+            **dict.fromkeys(EXPERT_COUNTS, 0),
         )
         events = [
             SimpleNamespace(

@@ -7,7 +7,7 @@ from reports.pages.page import tree_table
 from reports.pages.run import asked_section, failed_section, run_page
 from reports.pages.verdict import error_line, status_kind, verdict
 from reports.pages.write import render
-from tests.reports.examples import config, gib, no_fit_record, ok_record
+from tests.reports.examples import config, expert_rows, gib, no_fit_record, ok_record
 from tests.reports.figures.test_run import served
 
 
@@ -28,6 +28,7 @@ def test_sections_come_in_reading_order():
         "Memory: budget 13.6 GiB (0.85 of 16.0) on NVIDIA H200",
         "Over time",
         "KV cache",
+        "Experts",
         "Load",
         "Roofline of decode",
         "Link, offload and other metrics",
@@ -87,6 +88,44 @@ def test_the_kv_cache_shows_its_sizes_and_counts():
     (_, folded) = section.tables
     assert folded.is_folded
     assert {row[0] for row in folded.rows} == {"kv/swaps_in", "kv/hit_share"}
+
+
+def test_experts_show_who_chose_them_and_what_was_found():
+    routing = {"kind": "synthetic", "reuse": 0.8, "measured_reuse": 0.7995}
+    record = ok_record(samples={"experts": expert_rows()})
+    record.effective = record.effective | {"routing": routing}
+    record.config["model"]["routing"] = "synthetic:0.8"
+    record.metrics |= {
+        "experts/hit_share": 0.7125,
+        "experts/planned_hit_share": 0.7,
+        "experts/bytes_per_step": gib(0.5),
+        "experts/misses_per_step": 20.0,
+    }
+    page = run_page(record)
+    [section] = [section for section in page.sections if section.title == "Experts"]
+    assert section.figures == ("experts",)
+    words = "drawn with a reuse of 0.8, 80.0 % reuse measured"
+    assert section.text == (f"Chosen by: {words}.",)
+    values, layers = section.tables
+    assert ("experts/hit_share", "71.2 %") in values.rows
+    assert layers.rows == [
+        ("1", "100.0 %", "0 GiB"),
+        ("2", "0.0 %", "92.2 MiB"),
+        ("5", "n/a", "0 GiB"),
+    ]
+    assert f"experts {words}" in page.subtitle
+    rows = asked_section(record).tables[0].rows
+    assert ("experts", "synthetic:0.8", words) in rows
+
+
+def test_the_model_s_own_router_is_not_worth_a_title():
+    record = ok_record()
+    record.effective = record.effective | {"routing": {"kind": "router"}}
+    del record.metrics["experts/hits_per_step"]
+    page = run_page(record)
+    assert "router" not in page.subtitle
+    assert "Experts" not in [section.title for section in page.sections]
+    assert ("experts", "", "the model's router") in asked_section(record).tables[0].rows
 
 
 def test_an_empty_record_is_a_page():

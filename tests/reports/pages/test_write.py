@@ -87,7 +87,7 @@ def test_metrics_stand_beside_their_definition(ok_dir):
 def test_page_loads_nothing_from_outside(ok_dir):
     page = read_html(ok_dir)
     sources = [value for _, name, value in page.attributes if name in {"src", "srcset"}]
-    assert len(sources) == 14
+    assert len(sources) == 16
     for source in sources:
         head, data = source.split(",", 1)
         assert head == "data:image/svg+xml;base64"
@@ -119,6 +119,7 @@ def test_figures_lie_beside_the_markdown(ok_dir):
         "figures/throughput.png",
         "figures/memory.png",
         "figures/kv.png",
+        "figures/experts.png",
         "figures/load.png",
         "figures/roofline.png",
     ]
