@@ -7,11 +7,13 @@ from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import ReadRates, SwapRates
 
 MOVE_SHARE: Final = 0.02
-"""Share of a turn that moving blocks for it may take, where MOST_TURN allows."""
+"""Share of a turn that moving blocks for it may take, where MOST_TURN and MOST_TURN_S allow."""
 LEAST_TURN: Final = 16
 """Tokens of a turn at least."""
 MOST_TURN: Final = 256
 """Tokens of a turn at most."""
+MOST_TURN_S: Final = 6.0
+"""Seconds of a turn at most, where LEAST_TURN allows: each other long sequence waits for it."""
 LONG_SHARE: Final = 0.4
 """Share of the time that reading host blocks takes, where short sequences decode too."""
 MOST_SKIPPED: Final = 63
@@ -41,7 +43,8 @@ def turn_of(
         move_s = moved_bytes / moves.load_bytes_s
     tokens = LEAST_TURN
     if step_s:
-        tokens = min(MOST_TURN, max(tokens, math.ceil(move_s / step_s / MOVE_SHARE)))
+        most = min(MOST_TURN, int(MOST_TURN_S / step_s))
+        tokens = max(tokens, min(most, math.ceil(move_s / step_s / MOVE_SHARE)))
     return step_s + move_s / tokens, tokens
 
 

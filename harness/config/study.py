@@ -16,9 +16,11 @@ TIERS_PARTS: Final = (
     "shared",
     "parked",
     "rounds",
-    "turns",
     "long",
     "streamed",
+    "together",
+    "prefixed",
+    "beside",
 )
 BARE_PARTS: Final = ("moves", "attention", "rates", "restore", "checkpoint")
 
@@ -59,7 +61,8 @@ class TiersScenario(Bounded):
 
     node: ClassVar[str] = "scenario.tiers"
     parts: list[str] = field(default_factory=list)
-    """fits | ttft | itl | shared | parked | rounds | turns | long | streamed; empty: none."""
+    """fits | ttft | itl | shared | parked | rounds | long | streamed | together |
+    prefixed | beside; empty: none."""
     scale: float = field(default=1.0, metadata=within(0, low_open=True))
     """Factor for all lengths and counts below except `steps`; the results are at least 2."""
     prefix_tokens: int = 8192
@@ -90,14 +93,6 @@ class TiersScenario(Bounded):
     """Total of all parked conversations, in multiples of the GPU's KV tokens."""
     turn_output: int = 128
     """Output tokens of a timed turn."""
-    conversations: int = 64
-    """Conversations that run at once."""
-    turns: int = 8
-    """Turns of each conversation."""
-    chat_input: int = 384
-    """New tokens of each turn of these conversations."""
-    chat_output: int = 64
-    """Output tokens of each turn of these conversations."""
     running: int = 8
     """Sequences that decode while a prefix loads."""
     loads: int = 100
@@ -109,6 +104,21 @@ class TiersScenario(Bounded):
     is measured for the last one."""
     streamed_tokens: int = 34_000
     """Tokens by which one sequence exceeds the GPU's KV tokens, while weights are streamed too."""
+    together_sequences: int = 4
+    """Sequences of the first of `beyond` that run at once, and one after another."""
+    together_output: int = 256
+    """Output tokens of each of these sequences."""
+    prefixed_sequences: int = 16
+    """Long sequences that share a prefix and run at once."""
+    prefixed_tokens: int = 40_000
+    """Tokens of their prefix."""
+    prefixed_total: int = 52_000
+    """Tokens of each at its end."""
+    prefixed_output: int = 64
+    """Output tokens of each of these sequences."""
+    beside_times: float = field(default=2.0, metadata=within(1))
+    """Length of the sequence that decodes beside fit_requests, in multiples of the GPU's KV
+    tokens."""
     steps: int = 22
     """Decode steps that are timed."""
     counter_s: float = field(default=0.0, metadata=within(0, MOST_S))
@@ -189,6 +199,8 @@ class StudyPoint(Sealed):
 
     title: str = ""
     """What tables call it."""
+    experiment: str | None = None
+    """An experiment that the point is, without the study's own settings. null: none."""
     overrides: list[str] = field(default_factory=list)
     """Overrides of this point; those of the command line hold over them."""
     take: dict[str, str] = field(default_factory=dict)

@@ -74,8 +74,6 @@ def _rows(found: Found, *, is_default: bool) -> list[Row]:
     row("kv_cpu kv_gpu", what, partial(_ratio, "rounds", "kv_cpu"), least=0.95)
     what = "50 requests on a 10k prefix in the host tier / kv=gpu with it resident: tokens/s"
     row("kv_cpu kv_gpu", what, partial(_ratio, "shared", "kv_cpu"), least=0.98)
-    what = "64 conversations of 8 turns, 32 GiB of host blocks / kv=gpu: tokens/s"
-    row("kv_turns kv_gpu", what, partial(_ratio, "turns", "kv_turns"), least=1.7)
     what = "kv=cpu where everything fits the GPU / kv=gpu: time"
     row("kv_cpu kv_gpu", what, _fits, most=1.02)
     first = "first token behind a prefix of 8k tokens"
@@ -87,12 +85,33 @@ def _rows(found: Found, *, is_default: bool) -> list[Row]:
     what = "gaps of running sequences while such a prefix loads / without: p99"
     row("kv_cpu", what, partial(_gaps, "loading"), most=1.2)
     what = "likewise, with the step that computes the request's own tokens: p99"
-    row("kv_cpu", what, partial(_gaps, "beside"))
+    row("kv_cpu", what, partial(_gaps, "beside"), most=1.3)
     what = "decode attention alone, all blocks on the GPU / memory copy rate"
     row("kv_bare", what, _attention, least=0.80)
     what = "weights and KV over the link together: bytes / step / link rate"
     row("kv_weights", what, _streamed, least=0.90)
+    _add_together(row)
     return rows
+
+
+def _add_together(row: Callable[..., None]) -> None:
+    """Add the rows of several long sequences, and of experiments."""
+    what = "four sequences of 1.3 times the GPU's room at once / one after another: tokens/s"
+    row("kv_together", what, _together, least=1.0)
+    what = "first token of the last of them, sent while the others run / its prefill alone"
+    row("kv_together", what, _last, most=1.3)
+    what = "16 sequences of 52,000 tokens, 40,000 of them common: KV bytes of a step / planned"
+    row("kv_together", what, _prefixed, most=1.1)
+    what = "32 short requests beside one of twice the GPU's room / without it: tokens/s"
+    row("kv_together", what, _beside, least=0.5)
+    what = "64 conversations of 8 turns, 32 GiB of host blocks / kv=gpu: tokens/s"
+    row("multi_turn multi_turn_gpu", what, partial(_served, "multi_turn"), least=1.7)
+    what = "12 prefixes of 10,000 tokens, 16 GiB of host blocks / kv=gpu: tokens/s"
+    row("shared_prefix shared_prefix_gpu", what, partial(_served, "shared_prefix"))
+    what = "parked conversations, first token of a later turn: kv=gpu / 16 GiB of host blocks"
+    row("parked parked_gpu", what, _resumed, least=1.0)
+    what = "one sequence of 54,000 tokens: time per token / predicted"
+    row("long_context", what, _context, most=1.1)
 
 
 def _part(found: Found, point: str, part: str) -> Figures:
@@ -194,17 +213,9 @@ def _shared_text(figures: Figures) -> str:
     return f"{figures['loaded_bytes'] / 1e9:.2f} GB loaded"
 
 
-def _turns_text(figures: Figures) -> str:
-    ran, asked = figures["output_tokens"], figures["asked_tokens"]
-    require(ran == asked, f"{ran:,} of {asked:,} tokens came")
-    hits = figures["hits_gpu_tokens"] + figures["hits_cpu_tokens"]
-    return f"{hits:,} tokens found, {figures['missed_tokens']:,} not"
-
-
 _EXTRAS: Final[Mapping[str, Callable[[Figures], str]]] = {
     "rounds": _rounds_text,
     "shared": _shared_text,
-    "turns": _turns_text,
 }
 
 
@@ -256,6 +267,78 @@ def _gaps(kind: str, found: Found) -> Value:
     text += f"{figures[f'num_{kind}']} steps; medians {figures[f'{kind}_p50_s'] * 1e3:.2f} and "
     text += f"{figures['alone_p50_s'] * 1e3:.2f} ms; the step that computes the rest "
     return f"{text}{figures['mixed_p50_s'] * 1e3:.2f} ms)", slow_s / alone_s
+
+
+def _together(found: Found) -> Value:
+    figures = _part(found, "kv_together", "together")
+    rates = [figures["output_tokens"] / figures[name] for name in ("wall_s", "alone_s")]
+    text = f"{rates[0]:.1f} against {rates[1]:.1f} tokens/s ({figures['sequences']} x "
+    text += f"{figures['total']:,} tokens, {figures['turns']:.0f} turns, at most "
+    return f"{text}{figures['waited_steps']:.0f} steps between two tokens)", rates[0] / rates[1]
+
+
+def _last(found: Found) -> Value:
+    figures = _part(found, "kv_together", "together")
+    first_s, prefill_s = figures["last_first_s"], figures["prefill_s"]
+    return f"{first_s:.2f} against {prefill_s:.2f} s", first_s / prefill_s
+
+
+def _prefixed(found: Found) -> Value:
+    figures = _part(found, "kv_together", "prefixed")
+    count, ended = figures["sequences"], figures["ended"]
+    require(ended == count, f"{ended} of {count} sequences ended with all tokens")
+    require(figures["steps"] > 0, "in no step all of them decoded")
+    require(figures["planned_bytes"] > 0, "all of it fits the GPU")
+    read, planned = figures["read_bytes"], figures["planned_bytes"]
+    text = f"{read / 1e9:.2f} against {planned / 1e9:.2f} GB, {figures['step_s'] * 1e3:.0f} ms a "
+    return f"{text}step of {count}", read / planned
+
+
+def _beside(found: Found) -> Value:
+    figures = _part(found, "kv_together", "beside")
+    require(figures["long_tokens"] > 0, "the long sequence had no token meanwhile")
+    rates = [figures["output_tokens"] / figures[name] for name in ("wall_s", "alone_s")]
+    text = f"{rates[0]:.0f} against {rates[1]:.0f} tokens/s ({figures['requests']} requests; last "
+    text += f"first token {figures['first_s'] * 1e3:.0f} against "
+    text += f"{figures['alone_first_s'] * 1e3:.0f} ms; {figures['long_tokens']} tokens of the long "
+    return f"{text}one, {figures['total']:,} tokens)", rates[0] / rates[1]
+
+
+def _metric(found: Found, point: str, name: str) -> float:
+    """Return a metric of a point that is an experiment."""
+    result = found[point]
+    if result.record is None or result.lack:
+        raise LackError(result.lack or "it did not run")
+    value = result.record.metrics.get(name)
+    require(value is not None, f"{name} is not known")
+    return float(value or 0.0)
+
+
+def _served(point: str, found: Found) -> Value:
+    rates = [_metric(found, name, "serve/output_tok_s") for name in (point, f"{point}_gpu")]
+    hits = _metric(found, point, "kv/cpu_hit_tokens")
+    require(hits > 0, "nothing was found in the host tier")
+    text = f"{rates[0]:.0f} against {rates[1]:.0f} tokens/s ({hits:,.0f} tokens found in host "
+    return f"{text}blocks)", rates[0] / rates[1]
+
+
+def _resumed(found: Found) -> Value:
+    name = "serve/turn_ttft_ms/p50"
+    host_ms, none_ms = (_metric(found, point, name) for point in ("parked", "parked_gpu"))
+    require(_metric(found, "parked", "kv/cpu_hit_tokens") > 0, "no turn found its conversation")
+    return f"{none_ms:.1f} against {host_ms:.1f} ms at the median", none_ms / host_ms
+
+
+def _context(found: Found) -> Value:
+    tpot_ms = _metric(found, "long_context", "latency/tpot_ms/mean")
+    record = found["long_context"].record
+    assert record is not None
+    host = (((record.plan or {}).get("predicted") or {}).get("host_kv") or {}).get("decode_step_ms")
+    planned_ms = known(host, "the predicted step")
+    require(
+        _metric(found, "long_context", "kv/in_place_gib") > 0, "nothing was read in host memory"
+    )
+    return f"{tpot_ms:.1f} against {planned_ms:.1f} ms", tpot_ms / planned_ms
 
 
 def _attention(found: Found) -> Value:

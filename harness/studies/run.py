@@ -149,6 +149,9 @@ def compose_point(composer: Composer, name: str, point: StudyPoint, base: Sequen
     """
     typed = {key_of(item) for item in base}
     own = [item for item in point.overrides if key_of(item) not in typed]
+    if point.experiment is not None:  # without the study's own settings
+        own = [f"+experiment={point.experiment}", "hydra.mode=RUN", *own]
+        base = [item for item in base if key_of(item) != "study"]
     without = tuple(f"{key_of(item)}." for item in own if item.endswith("=null"))
     base = [item for item in base if not key_of(item).startswith(without)]
     try:

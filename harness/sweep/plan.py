@@ -288,6 +288,18 @@ def _host_kv(row: Row) -> Iterator[str]:
         f"comes from the host in {number(found['prefix_load_ms'])} ms, computed in "
         f"{number(found['prefix_compute_ms'])} ms"
     )
+    yield from map(_together, (found["together"] or [])[1:])
+
+
+def _together(found: Mapping[str, Any]) -> str:
+    """Say what several sequences beyond the GPU's room do at once."""
+    how = "each in every step"
+    if found["in_turns"]:
+        how = f"in turns of {found['turn_tokens']} tokens"
+    return (
+        f"{found['sequences']} of them at once, {how}: {number(found['tokens_s'])} tokens/s, at "
+        f"most {number(found['wait_s'])} s between two tokens of each"
+    )
 
 
 def _host_kv_tokens(row: Row) -> int:

@@ -303,40 +303,6 @@ def measure_rounds(tiers: Tiers, work: TiersScenario) -> Figures:
     }
 
 
-def measure_turns(tiers: Tiers, work: TiersScenario) -> Figures:
-    """Time conversations that all run at once, each turn sent when the one before has ended."""
-    tiers.llm.reset_cache()
-    said = [
-        tiers.prompts(work.turns, work.chat_input, f"turns {number}")
-        for number in range(work.conversations)
-    ]
-    history = [list(turns.pop(0)) for turns in said]
-    tiers.mark()
-    num_tokens, begin_s = 0, tiers.clock()
-    owners = {
-        tiers.send(row, work.chat_output).request_id: number for number, row in enumerate(history)
-    }
-    while tiers.driver.has_unfinished:
-        for event in tiers.driver.step().events:
-            num_tokens += 1
-            number = owners[event.request_id]
-            history[number].append(event.token_id)
-            if event.finish_reason is None or not said[number]:
-                continue
-            history[number] += said[number].pop(0)
-            owners[tiers.send(history[number], work.chat_output).request_id] = number
-    wall_s = tiers.clock() - begin_s
-    rose = tiers.rose()
-    names = ["prefix.hits_gpu_tokens", "prefix.hits_cpu_tokens", "prefix.missed_tokens"]
-    names += ["moved.loaded_bytes", "moved.stored_bytes", "preemptions"]
-    return {
-        "wall_s": wall_s,
-        "output_tokens": num_tokens,
-        "asked_tokens": work.conversations * work.turns * work.chat_output,
-        **{name.rpartition(".")[2]: rose.get(name, 0) for name in names},
-    }
-
-
 def measure_long(tiers: Tiers, work: TiersScenario) -> Figures:
     """Decode one sequence at the end of the GPU's room, beyond it, and at the longest there is.
 
@@ -409,6 +375,135 @@ def _decode_at(tiers: Tiers, total: int, steps: int) -> Figures:
     }
 
 
+def measure_together(tiers: Tiers, work: TiersScenario) -> Figures:
+    """Time sequences beyond the GPU's room one after another and at once.
+
+    Then all but one run, and the last is sent: `last_first_s` is the time to its first token,
+    `prefill_s` that of one alone.
+    """
+    room, count, output = tiers.gpu_tokens, work.together_sequences, work.together_output
+    total = int(work.beyond[0] * room)
+    if total > tiers.llm.max_model_len or count * (total + tiers.block) > room + tiers.host_tokens:
+        return {"no_room": f"{count} sequences of {total} tokens exceed both tiers"}
+    alone_s = 0.0
+    prefills = []
+    for prompt in tiers.prompts(count, total - output, "one after another"):
+        tiers.llm.reset_cache()
+        times = tiers.send(prompt, output)
+        tiers.driver.drain()
+        prefills.append(times.token_times_s[0] - times.submit_s)
+        alone_s += times.token_times_s[-1] - times.submit_s
+    tiers.llm.reset_cache()
+    tiers.mark()
+    wall_s = tiers.run(tiers.prompts(count, total - output, "together"), output)
+    rose, waited = tiers.rose(), tiers.counts().get("long_waited_steps", 0)
+    tiers.llm.reset_cache()
+    *prompts, last = tiers.prompts(count, total - output, "last")
+    running = [tiers.send(prompt, output) for prompt in prompts]
+    _run_until_each_decodes(tiers, running)
+    times = tiers.send(last, 2)
+    while tiers.driver.has_unfinished and not times.token_times_s:
+        tiers.driver.step()
+    tiers.driver.cancel("measured")
+    tiers.driver.drain()
+    return {
+        "room": room,
+        "total": total,
+        "sequences": count,
+        "output_tokens": count * output,
+        "alone_s": alone_s,
+        "wall_s": wall_s,
+        "turns": rose.get("long_turns", 0),
+        "waited_steps": waited,
+        "prefill_s": median(prefills),
+        "last_first_s": times.token_times_s[0] - times.submit_s,
+    }
+
+
+def _run_until_each_decodes(tiers: Tiers, running: Sequence[Any]) -> None:
+    """Step until each request has two tokens."""
+    while tiers.driver.has_unfinished and any(len(times.token_ids) < 2 for times in running):
+        tiers.driver.step()
+
+
+def measure_prefixed(tiers: Tiers, work: TiersScenario) -> Figures:
+    """Run long sequences that share a prefix, which the GPU holds, at once.
+
+    `planned_bytes` are the blocks of the host tier at the middle of their decode, if the GPU is
+    full; `read_bytes` is what a step reads in which all decode, at the median.
+    """
+    room, count, output = tiers.gpu_tokens, work.prefixed_sequences, work.prefixed_output
+    prefix_tokens, total = work.prefixed_tokens, work.prefixed_total
+    own = total - prefix_tokens - output
+    needed = prefix_tokens + count * (total - prefix_tokens + tiers.block)
+    if own < 1 or prefix_tokens > room or needed > room + tiers.host_tokens:
+        return {"no_room": f"{count} sequences of {total} tokens, {prefix_tokens} of them common"}
+    tiers.llm.reset_cache()
+    prefix, gaps = tiers.prompt(prefix_tokens, "prefixed"), DecodeGaps(count)
+    tiers.run([prefix + tiers.prompt(work.own_tokens, "prefixed first")], 1)
+    sent = [tiers.send(prefix + row, output) for row in tiers.prompts(count, own, "prefixed own")]
+    while tiers.driver.has_unfinished:
+        gaps.add(tiers.driver.step())
+    middle = count * (own + output / 2) - (room - prefix_tokens)
+    token_bytes = tiers.counts()["block_bytes"] / tiers.block
+    ended = [times for times in sent if len(times.token_ids) == output]
+    return {
+        "room": room,
+        "total": total,
+        "sequences": count,
+        "ended": len(ended),
+        "steps": len(gaps.seconds),
+        "step_s": median(gaps.seconds) if gaps.seconds else None,
+        "read_bytes": median(s.kv_in_place_bytes for s in gaps.stats) if gaps.stats else None,
+        "planned_bytes": max(0.0, middle) * token_bytes,
+    }
+
+
+def measure_beside(tiers: Tiers, work: TiersScenario) -> Figures:
+    """Time short requests, alone and beside a sequence of twice the GPU's room that decodes."""
+    room, output = tiers.gpu_tokens, work.fit_output
+    total = int(work.beside_times * room)
+    most = min(tiers.llm.max_model_len, room + tiers.host_tokens)
+    if total > most or work.fit_requests * (work.fit_prompt + output + tiers.block) > room:
+        return {"no_room": f"{total} tokens beside {work.fit_requests} requests"}
+
+    def run(name: str) -> tuple[float, float]:
+        """Return seconds to the end of all, and to the last first token."""
+        rows = tiers.prompts(work.fit_requests, work.fit_prompt, name)
+        sent = [tiers.send(row, output) for row in rows]
+        while not all(times.finish_reason for times in sent):
+            tiers.driver.step()
+        begin_s = sent[0].submit_s
+        return (
+            max(times.token_times_s[-1] for times in sent) - begin_s,
+            max(times.token_times_s[0] for times in sent) - begin_s,
+        )
+
+    tiers.llm.reset_cache()
+    run("beside none, warm")
+    alone_s, alone_first_s = run("beside none")
+    tiers.llm.reset_cache()
+    more = min(4 * output, total // 2)
+    long = tiers.send(tiers.prompt(total - more, "beside"), more)
+    _run_until_each_decodes(tiers, [long])
+    before = len(long.token_ids)
+    wall_s, first_s = run("beside one")
+    gained = len(long.token_ids) - before
+    tiers.driver.cancel("measured")
+    tiers.driver.drain()
+    return {
+        "room": room,
+        "total": total,
+        "requests": work.fit_requests,
+        "output_tokens": work.fit_requests * output,
+        "alone_s": alone_s,
+        "wall_s": wall_s,
+        "alone_first_s": alone_first_s,
+        "first_s": first_s,
+        "long_tokens": gained,
+    }
+
+
 PARTS: Final[Mapping[str, Callable[[Tiers, TiersScenario], Figures]]] = {
     "fits": measure_fits,
     "ttft": measure_ttft,
@@ -416,8 +511,10 @@ PARTS: Final[Mapping[str, Callable[[Tiers, TiersScenario], Figures]]] = {
     "shared": measure_shared,
     "parked": measure_parked,
     "rounds": measure_rounds,
-    "turns": measure_turns,
     "long": measure_long,
     "streamed": measure_streamed,
+    "together": measure_together,
+    "prefixed": measure_prefixed,
+    "beside": measure_beside,
 }
 """By the name in scenario.tiers.parts."""

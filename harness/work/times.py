@@ -170,6 +170,13 @@ class ServedRequest(RequestTimes):
         return max(1e3 * (self.sent_s - self.submit_s), 0.0)
 
     @property
+    def sent_ttft_ms(self) -> float | None:
+        """Time from sending it to its first token; None without one."""
+        if self.sent_s is None or not self.token_times_s:
+            return None
+        return 1e3 * (self.token_times_s[0] - self.sent_s)
+
+    @property
     def is_short(self) -> bool:
         """Whether it completed with fewer tokens than were planned."""
         return self.is_complete and len(self.token_ids) < self.output_tokens
@@ -199,6 +206,7 @@ class ServedRequest(RequestTimes):
         return row | {
             "scheduled_s": self.submit_s,
             "lag_ms": self.lag_ms,
+            "sent_ttft_ms": self.sent_ttft_ms,
             "planned_output_tokens": self.output_tokens,
             "is_ramp_up": self.is_ramp_up,
             "is_later_turn": self.is_later_turn,
@@ -272,7 +280,14 @@ def serving_pools(served: Sequence[ServedRequest]) -> dict[str, list[float]]:
     """Return the samples of the quantities of the counted requests, by `serve/QUANTITY`."""
     counted = [request for request in served if not request.is_ramp_up]
     lags = [lag for request in counted if (lag := request.lag_ms) is not None]
-    return {"serve/schedule_lag_ms": lags, **latency_pools(counted, area="serve")}
+    done = [request for request in counted if request.is_complete]
+    later = [request for request in done if request.is_later_turn]
+    return {
+        "serve/schedule_lag_ms": lags,
+        "serve/sent_ttft_ms": [ms for r in done if (ms := r.sent_ttft_ms) is not None],
+        "serve/turn_ttft_ms": [ms for r in later if (ms := r.sent_ttft_ms) is not None],
+        **latency_pools(counted, area="serve"),
+    }
 
 
 def _wall_s(done: Sequence[RequestTimes], window: Window | None) -> float | None:

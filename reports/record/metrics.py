@@ -303,6 +303,25 @@ _SHOWN: Final = (
         statistics=("mean", "p50", "p90"),
     ),
     Metric(
+        "serve/sent_ttft_ms",
+        "t(first token on the host) - t(request is handed to the engine): serve/ttft_ms without"
+        " the wait at the client",
+        label="TTFT from sending",
+        words="time to first token, from sending",
+        better="lower",
+        shown=("ab", "summary"),
+        statistics=("mean", "p50", "p90"),
+    ),
+    Metric(
+        "serve/turn_ttft_ms",
+        "serve/sent_ttft_ms of later turns of conversations, which hold all earlier ones",
+        label="TTFT of a later turn, from sending",
+        words="time to first token of a later turn, from sending",
+        better="lower",
+        shown=("ab", "summary"),
+        statistics=("mean", "p50", "p90"),
+    ),
+    Metric(
         "serve/tpot_ms",
         "as latency/tpot_ms, of requests that arrive by themselves",
         label="TPOT, served",

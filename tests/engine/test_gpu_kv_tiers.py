@@ -14,12 +14,13 @@ from engine.build import count_compile_time
 from engine.device.cuda import CUDACopyStream
 from engine.kv.memory import BlockMover
 from engine.kv.moves import MoveBatch
+from engine.plan import long as long_rates
 from engine.run.executor import DeviceExecutor
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.groups import SIX, WINDOWS, Masked, with_windows
 from tests.engine.storm import LONG_CYCLES, MOST_CYCLES
-from tests.engine.tiers import SIZES, Alone, check_empty, tiers
+from tests.engine.tiers import SIZES, TOGETHER, TURNS, Alone, check_empty, tiers
 from tests.engine.two_streams import poison
 from tests.tiny import FAMILIES, greedy, hf_model, make_prompt, open_llm
 
@@ -81,6 +82,26 @@ def test_prefixes_swaps_and_a_long_sequence(
     assert step.used_graph
     assert step.kv_in_place_bytes > 0
     assert llm.effective()["kv"]["in_place"]
+    check_empty(llm)
+    llm.close()
+
+
+@pytest.mark.parametrize("rates", [TURNS, TOGETHER], ids=["turns", "together"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_several_long_sequences_and_short_ones(
+    tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch, rates: Any, eager: bool
+) -> None:
+    monkeypatch.setattr(long_rates, "LEAST_TURN", 3)
+    monkeypatch.setattr(long_rates, "MOST_TURN", 5)
+    folder = tiny.folder("qwen3")
+    prompts = [LONG, *PROMPTS[:4], LONG[7:], *PROMPTS[4:8], LONG[31:]]
+    expected = alone(folder, prompts, TOKENS, **CUDA)
+    tiers(monkeypatch, 24, pinned=180, pageable=6, read_rates=rates)
+    llm = open_tiers(folder, enforce_eager=eager)
+    assert greedy(llm, prompts, TOKENS) == expected
+    stats = llm.stats()["kv"]
+    assert (stats["long_turns"] > 0) is (rates is TURNS)
+    assert min(stats["pool"]["demoted"], stats["in_place_bytes"]) > 0
     check_empty(llm)
     llm.close()
 

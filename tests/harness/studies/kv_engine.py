@@ -147,6 +147,7 @@ class TieredLLM:
             "h2d_bytes": 0,
             "in_place_bytes": 0,
             "kv": {
+                "block_bytes": 100 * BLOCK,
                 "in_place_bytes": self.read,
                 "staged_prefill_bytes": 0,
                 "gpu": {"blocks": self.gpu_blocks},

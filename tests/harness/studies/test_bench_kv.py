@@ -3,7 +3,8 @@
 import pytest
 
 from harness.studies.bench_kv import judge
-from tests.harness.studies.examples import bare_case
+from harness.studies.table import Result
+from tests.harness.studies.examples import bare_case, record
 from tests.harness.studies.examples import kv_case as case
 
 H200 = "NVIDIA H200"
@@ -134,7 +135,6 @@ def run(wall_s, **more):
 
 ROUNDS = {"excess": 1.3, "sequences": 13, "swaps_out": 5, "swaps_in": 5, "recomputes": 0}
 SHARED = {"hits_cpu_tokens": 9984, "prefix_tokens": 10_000, "loaded_bytes": 1e9}
-TURNS = {"asked_tokens": 1000, "hits_gpu_tokens": 3, "hits_cpu_tokens": 4, "missed_tokens": 5}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,6 @@ TURNS = {"asked_tokens": 1000, "hits_gpu_tokens": 3, "hits_cpu_tokens": 4, "miss
     [
         ("rounds", "kv_cpu", ROUNDS, "sequences of 1.3", {"excess": 1.1}),
         ("shared", "kv_cpu", SHARED, "50 requests", {"hits_cpu_tokens": 100}),
-        ("turns", "kv_turns", TURNS, "64 conversations", {"output_tokens": 999}),
     ],
 )
 def test_tokens_a_second_with_a_host_tier_over_those_without(part, name, more, begin, bad):
@@ -203,9 +202,89 @@ def test_gaps_beside_a_load_need_enough_steps_for_p99():
     got = row(found, "gaps of running")
     assert (got.share, got.is_met) == (pytest.approx(7.1 / 6), True)
     got = row(found, "likewise, with the step")
-    assert (got.share, got.target) == (pytest.approx(2), "")
+    assert (got.share, got.target, got.is_met) == (pytest.approx(2), "at most 1.3", False)
     got = row({"kv_cpu": case(itl=itl | {"num_loading": 600})}, "gaps of running")
     assert got.figure == "not measured: 600 steps are too few for p99"
+
+
+TOGETHER = {
+    "sequences": 4,
+    "total": 52_000,
+    "output_tokens": 1024,
+    "wall_s": 40.0,
+    "alone_s": 42.0,
+    "turns": 8,
+    "waited_steps": 441,
+    "prefill_s": 3.0,
+    "last_first_s": 3.6,
+}
+PREFIXED = {
+    "sequences": 16,
+    "ended": 16,
+    "steps": 50,
+    "step_s": 0.5,
+    "read_bytes": 25e9,
+    "planned_bytes": 24e9,
+}
+BESIDE = {
+    "total": 80_000,
+    "requests": 32,
+    "output_tokens": 4096,
+    "wall_s": 2.0,
+    "alone_s": 1.1,
+    "first_s": 0.4,
+    "alone_first_s": 0.3,
+    "long_tokens": 9,
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "figures", "begin", "share", "bad"),
+    [
+        ("together", TOGETHER, "four sequences", 1.05, {}),
+        ("together", TOGETHER, "first token of the last", 1.2, {}),
+        ("prefixed", PREFIXED, "16 sequences", 25 / 24, {"ended": 15}),
+        ("prefixed", PREFIXED, "16 sequences", 25 / 24, {"steps": 0}),
+        ("beside", BESIDE, "32 short", 0.55, {"long_tokens": 0}),
+    ],
+)
+def test_long_sequences_together(part, figures, begin, share, bad):
+    got = row({"kv_together": case(**{part: figures})}, begin)
+    assert (got.share, got.is_met) == (pytest.approx(share), True)
+    if bad:
+        got = row({"kv_together": case(**{part: figures | bad})}, begin)
+        assert got.figure.startswith("not measured: ")
+
+
+def experiment(**metrics):
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    plan = {"predicted": {"host_kv": {"decode_step_ms": 90.0}}}
+    return Result(title="x", record=record({}, metrics=named, plan=plan))
+
+
+def test_rows_of_experiments_are_of_their_metrics():
+    hits = {"kv__cpu_hit_tokens": 5.0}
+    found = {
+        "multi_turn_gpu": experiment(serve__output_tok_s=900.0),
+        "multi_turn": experiment(serve__output_tok_s=1800.0, **hits),
+    }
+    got = row(found, "64 conversations")
+    assert (got.share, got.is_met) == (2.0, True)
+    assert got.figure == "1800 against 900 tokens/s (5 tokens found in host blocks)"
+    found["multi_turn"] = experiment(serve__output_tok_s=1800.0, kv__cpu_hit_tokens=0.0)
+    assert "nothing was found" in row(found, "64 conversations").figure
+    parked = {
+        "parked_gpu": experiment(serve__turn_ttft_ms__p50=120.0),
+        "parked": experiment(serve__turn_ttft_ms__p50=30.0, **hits),
+    }
+    assert row(parked, "parked conversations").share == 4.0
+    near = experiment(latency__tpot_ms__mean=81.0, kv__in_place_gib=3.0)
+    got = row({"long_context": near}, "one sequence of 54,000")
+    assert (got.share, got.figure) == (pytest.approx(0.9), "81.0 against 90.0 ms")
+    lost = Result(title="x", record=None, why="it was not run")
+    assert row({"long_context": lost}, "one sequence of 54,000").figure == (
+        "not measured: it was not run"
+    )
 
 
 def test_weights_and_kv_together_against_the_link():
@@ -229,7 +308,7 @@ def test_a_failed_part_is_named_and_its_row_not_measured():
     judged = judge(found, card=H200, is_default=True)
     assert judged.lacks == ["kv=cpu, itl: no figures: ValueError: it broke\nmore."]
     assert "| at most 1.2 | **not measured** |" in judged.section("about")
-    assert len(judged.missed) == 5  # all of kv_cpu alone that have a target
+    assert len(judged.missed) == 6  # all of kv_cpu alone that have a target
     emulated = judge(
         {"kv_bare": bare_case(attention={"no_room": "timed on a GPU only"})},
         card=None,

@@ -122,10 +122,19 @@ def test_points_are_those_of_the_file_in_order():
     assert points["uva_staged"].config.scenario.steps.batches == []
     (found,) = Composer().plan(["study=bench_kv"]).points
     points = compose_points(found.config, found.overrides)
-    assert list(points) == ["kv_bare", "kv_gpu", "kv_cpu", "kv_long", "kv_weights", "kv_turns"]
+    own = ["kv_bare", "kv_gpu", "kv_cpu", "kv_long", "kv_weights", "kv_together"]
+    assert list(points)[: len(own)] == own
     assert not points["kv_bare"].config.scenario.needs_engine
     assert points["kv_long"].config.engine.max_model_len == 131_072
-    assert points["kv_turns"].config.kv.cpu_gib == 32
+    experiments = ("multi_turn", "shared_prefix", "parked")
+    for name in experiments:
+        assert points[name].config.scenario.serve == points[f"{name}_gpu"].config.scenario.serve
+        assert (points[f"{name}_gpu"].config.kv.cpu_gib, points[name].config.gpu.name) == (
+            0,
+            "rtx4090_24gb",
+        )
+    assert points["multi_turn"].config.kv.cpu_gib == 32
+    assert points["long_context"].config.engine.max_model_len == 54_032
 
 
 @pytest.mark.slow

@@ -24,10 +24,12 @@ WORK = TiersScenario(
     rounds_fill=4,
     parked_tokens=60,
     turn_output=10,
-    conversations=3,
-    turns=2,
-    chat_input=8,
-    chat_output=4,
+    together_sequences=3,
+    together_output=6,
+    prefixed_sequences=3,
+    prefixed_tokens=40,
+    prefixed_total=90,
+    prefixed_output=8,
     running=2,
     loads=3,
     alone_steps=5,
@@ -122,11 +124,35 @@ def test_sequences_beyond_the_room_are_more_where_there_is_a_host_tier(clock):
     assert "no_room" in part("rounds", TieredLLM(clock, gpu_blocks=8))
 
 
-def test_conversations_go_on_by_themselves(clock):
-    got = part("turns", TieredLLM(clock))
-    assert got["output_tokens"] == got["asked_tokens"] == 3 * 2 * 4
-    assert got["hits_gpu_tokens"] == 3 * 8  # two blocks of each first turn
-    assert got["preemptions"] == 0
+def test_long_sequences_at_once_and_one_after_another(clock):
+    llm = TieredLLM(clock, gpu_blocks=20, cpu_blocks=100)
+    got = part("together", llm)
+    assert (got["total"], got["sequences"], got["output_tokens"]) == (104, 3, 18)
+    assert got["prefill_s"] == pytest.approx(98 * 0.001)
+    # This engine decodes all at once: each step reads what exceeds 80 tokens.
+    assert got["alone_s"] == pytest.approx(3 * 0.098 + 3 * (5 * 0.01 + 5 * 21 * 0.0002), abs=1e-3)
+    assert got["last_first_s"] == pytest.approx(0.098)
+    assert not llm.has_unfinished()
+    assert "no_room" in part("together", TieredLLM(clock, gpu_blocks=20, cpu_blocks=40))
+
+
+def test_long_sequences_with_a_common_prefix(clock):
+    got = part("prefixed", TieredLLM(clock, gpu_blocks=20, cpu_blocks=100))
+    assert (got["sequences"], got["ended"], got["total"]) == (3, 3, 90)
+    # Own tokens at the middle of the decode, less the room beside the prefix; 100 bytes a token.
+    assert got["planned_bytes"] == pytest.approx((3 * (42 + 4) - 40) * 100)
+    assert got["steps"] > 0
+    assert "no_room" in part("prefixed", TieredLLM(clock, gpu_blocks=20, cpu_blocks=20))
+
+
+def test_short_requests_beside_a_long_one(clock):
+    llm = TieredLLM(clock, gpu_blocks=20, cpu_blocks=100)
+    got = part("beside", llm)
+    assert (got["total"], got["requests"], got["output_tokens"]) == (160, 2, 10)
+    assert got["alone_s"] == pytest.approx(2 * 8 * 0.001 + 4 * 0.01)
+    assert got["wall_s"] > got["alone_s"]
+    assert got["long_tokens"] == 4
+    assert not llm.has_unfinished()
 
 
 def test_one_sequence_is_resident_then_beyond_the_room(clock):
@@ -181,7 +207,7 @@ def test_streamed_sequences_end_beyond_the_room(clock):
 def test_a_part_that_fails_leaves_the_others(clock):
     llm, saved, names = TieredLLM(clock), [], []
     plain, llm.reset_cache = llm.reset_cache, lambda: 1 / 0
-    work = replace(WORK, parts=["turns", "parked"])
+    work = replace(WORK, parts=["shared", "parked"])
 
     def on_part(name):
         names.append(name)
@@ -189,10 +215,10 @@ def test_a_part_that_fails_leaves_the_others(clock):
             llm.reset_cache = plain
 
     measure_tiers(llm, work, clock=clock, on_part=on_part, save=saved.append)
-    assert names == ["turns", "parked"]
-    assert [list(figures["parts"]) for figures in saved] == [["turns"], ["turns", "parked"]]
+    assert names == ["shared", "parked"]
+    assert [list(figures["parts"]) for figures in saved] == [["shared"], ["shared", "parked"]]
     parts = saved[-1]["parts"]
-    assert parts["turns"]["failed"] == "ZeroDivisionError: division by zero"
+    assert parts["shared"]["failed"] == "ZeroDivisionError: division by zero"
     assert parts["parked"]["conversations"] == 6
 
 
@@ -204,7 +230,7 @@ def test_every_part_of_the_configuration_exists():
 
 def test_work_is_scaled_as_a_whole():
     small = TiersScenario(scale=0.01).scaled()
-    assert (small.prefix_tokens, small.conversations, small.own_tokens) == (82, 2, 2)
+    assert (small.prefix_tokens, small.prefixed_total, small.own_tokens) == (82, 520, 2)
     assert (small.steps, small.rounds_fill, small.beyond) == (22, 2, [1.3, 3.0])
     assert TiersScenario().scaled() == TiersScenario()
     assert TiersScenario(rounds_fill=10).rounds_sequences == 13

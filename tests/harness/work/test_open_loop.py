@@ -94,6 +94,11 @@ def test_ttft_holds_what_a_request_waits_at_the_client():
     assert door.most_open == 1
     assert [request.ttft_ms for request in served] == pytest.approx([500, 1125, 1750, 2375])
     assert [request.lag_ms for request in served] == pytest.approx([0, 625, 1250, 1875])
+    assert [request.sent_ttft_ms for request in served] == pytest.approx([500] * 4)
+    served[2].is_later_turn = True
+    pools = serving_pools(served)
+    assert pools["serve/sent_ttft_ms"] == pytest.approx([500] * 4)
+    assert pools["serve/turn_ttft_ms"] == pytest.approx([500])
     assert serving_metrics(served, {})["serve/sent_requests_s"] == pytest.approx(3 / 2.625)
 
 
