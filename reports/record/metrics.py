@@ -302,24 +302,14 @@ _SHOWN: Final = (
         shown=_EVERYWHERE,
         statistics=("mean", "p50", "p90"),
     ),
-    Metric(
-        "serve/sent_ttft_ms",
-        "t(first token on the host) - t(request is handed to the engine): serve/ttft_ms without"
-        " the wait at the client",
-        label="TTFT from sending",
-        words="time to first token, from sending",
-        better="lower",
-        shown=("ab", "summary"),
-        statistics=("mean", "p50", "p90"),
-    ),
-    Metric(
-        "serve/turn_ttft_ms",
-        "serve/sent_ttft_ms of later turns of conversations, which hold all earlier ones",
-        label="TTFT of a later turn, from sending",
-        words="time to first token of a later turn, from sending",
-        better="lower",
-        shown=("ab", "summary"),
-        statistics=("mean", "p50", "p90"),
+    *(
+        Metric(
+            name, text, label=words, words=words, better="lower", shown=("ab",), statistics=("p50",)
+        )
+        for name, words, text in (
+            ("serve/sent_ttft_ms", "TTFT from sending", "t(first token) - t(it was sent)"),
+            ("serve/turn_ttft_ms", "TTFT of later turns", "serve/sent_ttft_ms of later turns"),
+        )
     ),
     Metric(
         "serve/tpot_ms",

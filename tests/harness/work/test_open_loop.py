@@ -10,7 +10,13 @@ from engine.errors import EngineError
 from harness.config.serve import Arrivals, Turns
 from harness.work.open_loop import CUT_OFF, OpenLoop
 from harness.work.schedule import fill_tokens, plan_requests
-from harness.work.times import Window, arrival_window, count_requests, serving_metrics
+from harness.work.times import (
+    Window,
+    arrival_window,
+    count_requests,
+    serving_metrics,
+    serving_pools,
+)
 from tests.harness.work.traffic.cases import serve
 from tests.harness.work.virtual import ScriptedDoor, now_s, passed_s, run_virtually
 
@@ -95,11 +101,11 @@ def test_ttft_holds_what_a_request_waits_at_the_client():
     assert [request.ttft_ms for request in served] == pytest.approx([500, 1125, 1750, 2375])
     assert [request.lag_ms for request in served] == pytest.approx([0, 625, 1250, 1875])
     assert [request.sent_ttft_ms for request in served] == pytest.approx([500] * 4)
+    assert serving_metrics(served, {})["serve/sent_requests_s"] == pytest.approx(3 / 2.625)
     served[2].is_later_turn = True
     pools = serving_pools(served)
     assert pools["serve/sent_ttft_ms"] == pytest.approx([500] * 4)
     assert pools["serve/turn_ttft_ms"] == pytest.approx([500])
-    assert serving_metrics(served, {})["serve/sent_requests_s"] == pytest.approx(3 / 2.625)
 
 
 def test_all_at_once():
