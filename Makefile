@@ -68,7 +68,7 @@ bench: ## backends and weights in codes against link and memory on this GPU; wri
 bench-kv: ## the KV cache over two tiers on this GPU; writes docs/performance.md
 	$(PY) -m harness study=bench_kv $(ARGS)
 
-bench-serve: ## what the server adds to the engine on this GPU
+bench-serve: ## what the server adds to the engine on this GPU; writes docs/performance.md
 	$(PY) -m harness study=bench_serve $(ARGS)
 
 bench-kernels: ## time single operators on this GPU
