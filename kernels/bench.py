@@ -23,9 +23,8 @@ Speed is measured here and in no test.
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,212 +33,48 @@ from typing import Final
 import torch
 
 from kernels.arguments import (
-    CODES_PARTS,
-    QUANTISED_ARRAYS,
     AttentionCall,
-    Codes,
     DecodeWorkspace,
     ExpertArrays,
     ExpertCache,
     HostCache,
     PrefillPart,
-    Quantised,
     decode_workspace,
-    empty_codes,
     expert_cache,
     prefill_state,
     prefill_workspace,
 )
-from kernels.ops import attention, codes, kv, linear, norm, quantised
+from kernels.bench_timing import (
+    BLOCK,
+    DTYPE,
+    FEED_FORWARD,
+    GPU_TOKENS,
+    HEAD_SIZE,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    SCALE,
+    TOKEN_BYTES,
+    VOCAB,
+    Case,
+    full,
+    host_tensor,
+    measure_rates,
+    num_copies,
+    paged,
+    randn,
+    render,
+    time_case,
+    workspace_of,
+)
+from kernels.bench_weights import WEIGHT_CASES
+from kernels.ops import attention, kv, linear, norm
 from kernels.ops import expert_cache as expert_ops
 from kernels.ref import attention as ref_attention
 from kernels.ref import kv as ref_kv
 from kernels.ref import linear as ref_linear
 from kernels.ref import norm as ref_norm
 from kernels.sizes import expert_cache_bytes
-
-HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
-HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
-DTYPE, SCALE = torch.bfloat16, HEAD_SIZE**-0.5
-TOKEN_BYTES: Final = 2 * KV_HEADS * HEAD_SIZE * 2
-"""Keys and values of a token in one layer."""
-GPU_TOKENS: Final = 42_000
-"""Tokens of a sequence over two tiers that lie on the GPU."""
-COPY_BYTES: Final = 2**30
-PROBE_BYTES: Final = 2**28
-WARMUPS, REPEATS, TWIN_REPEATS, ROUNDS = 3, 30, 3, 10
-Run = Callable[[], object]
-Weight = torch.Tensor | Codes | Quantised
-Product = Callable[[torch.Tensor, Weight], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One thing to time.
-
-    Attributes:
-        name: what runs, with its sizes.
-        run: enqueues it, once for each of num_layers layers.
-        num_bytes: bytes read and written, of one layer; they exceed the card's cache, so that a
-            repeat finds nothing there, but for those of single prompts.
-        twin: calls the twin on the same inputs.
-        num_flops: floating point operations, where they may limit; otherwise 0.
-        kind: which rate num_bytes are held against, "copy" or "in place".
-        num_layers: layers that a call goes over.
-        beside: what, with host_bytes at the in-place rate, a layer is held against.
-        host_bytes: bytes read in host memory, of one layer.
-        check: tells whether the result has the bits of the reference.
-        is_captured: whether calls are replayed from a graph; False: one waits for the card.
-    """
-
-    name: str
-    run: Run
-    num_bytes: int
-    twin: Run | None = None
-    num_flops: int = 0
-    kind: str = "copy"
-    num_layers: int = 1
-    beside: "Case | None" = None
-    host_bytes: int = 0
-    check: Callable[[], bool] | None = None
-    is_captured: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One line of the table; figures without a meaning for the case are None."""
-
-    name: str
-    kernel_ms: float
-    gb_per_s: float
-    share: float
-    tflop_per_s: float | None = None
-    twin_ms: float | None = None
-    ratio: float | None = None
-    """Ratio of kernel_ms to what the case is held against."""
-    is_equal: bool | None = None
-
-
-class _HostArray:
-    """Pinned host memory, described to torch as memory of the card."""
-
-    def __init__(self, pinned: torch.Tensor) -> None:
-        self.pinned = pinned
-        self.__cuda_array_interface__ = {
-            "shape": (pinned.numel() * pinned.element_size(),),
-            "typestr": "|u1",
-            "data": (pinned.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate zeros in pinned host memory; return a CUDA tensor over them, which keeps them."""
-    pinned = torch.zeros(shape, dtype=dtype, pin_memory=True)
-    return torch.as_tensor(_HostArray(pinned), device="cuda").view(dtype).view(shape)
-
-
-def captured(run: Run) -> Run:
-    """Capture a call in a CUDA graph after warming it up, and return the graph's replay."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUPS):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def median_ms(run: Run, repeats: int = REPEATS) -> float:
-    """Return the median milliseconds of a call, from one pair of events a call, after one more."""
-    run()
-    pairs = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        pairs.append((start, end))
-    pairs[-1][1].synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in pairs))
-
-
-def measure_rates(device: torch.device, *, in_place: bool = True) -> dict[str, float]:
-    """Return GB/s of copies within the card's memory, and of reads of pinned host memory in place.
-
-    Args:
-        device: the card.
-        in_place: measure the second one too.
-    """
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    rates = {"copy": 2 * COPY_BYTES / median_ms(lambda: target.copy_(source)) / 1e6}
-    if in_place:
-        view, out = host_tensor((PROBE_BYTES // 4,), torch.int32), target.view(torch.int32)
-        read_ms = median_ms(lambda: torch.add(view, 0, out=out[: len(view)]))
-        rates["in place"] = PROBE_BYTES / read_ms / 1e6
-    return rates
-
-
-def time_case(case: Case, rates: Mapping[str, float]) -> Timing:
-    """Time one case against rates of the same card."""
-    run = captured(case.run) if case.is_captured else case.run
-    kernel_ms = median_ms(run) / case.num_layers
-    gb_per_s = case.num_bytes / kernel_ms / 1e6
-    ratio = None
-    if case.beside is not None:
-        near_ms = median_ms(captured(case.beside.run)) / case.beside.num_layers
-        far_ms = case.host_bytes / rates["in place"] / 1e6 if case.host_bytes else 0.0
-        ratio = kernel_ms / (near_ms + far_ms)
-    return Timing(
-        name=case.name,
-        kernel_ms=kernel_ms,
-        gb_per_s=gb_per_s,
-        share=gb_per_s / rates[case.kind],
-        tflop_per_s=case.num_flops / kernel_ms / 1e9 if case.num_flops else None,
-        twin_ms=None if case.twin is None else median_ms(case.twin, TWIN_REPEATS),
-        ratio=ratio,
-        is_equal=None if case.check is None else case.check(),
-    )
-
-
-def render(timing: Timing) -> str:
-    """Return one line of the table."""
-
-    def shown(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    bits = {None: "", True: "equal", False: "DIFFERS"}[timing.is_equal]
-    return (
-        f"{timing.name:<84} {timing.kernel_ms:>9.4f} {timing.gb_per_s:>8.1f} {timing.share:>6.3f} "
-        f"{shown(timing.tflop_per_s, '.1f'):>8} {shown(timing.twin_ms, '.3f'):>9} "
-        f"{shown(timing.ratio, '.3f'):>6} {bits:>7}"
-    ).rstrip()
-
-
-def randn(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Draw a tensor of DTYPE."""
-    return torch.randn(shape, dtype=DTYPE, device=device)
-
-
-def paged(num_seqs: int, seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one layer's keys and values [B, 2, K, P, H], and tables [S, M] of sequences."""
-    blocks = num_seqs * seq_len // BLOCK
-    cache = randn((blocks, 2, KV_HEADS, BLOCK, HEAD_SIZE), device)
-    tables = torch.randperm(blocks, device=device).to(torch.int32).view(num_seqs, -1)
-    return cache, tables
-
-
-def full(num_seqs: int, seq_len: int, device: torch.device) -> torch.Tensor:
-    """Return the lengths of sequences that are equally long."""
-    return torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device)
-
-
-def _workspace(num_seqs: int, seq_len: int, device: torch.device) -> DecodeWorkspace:
-    return decode_workspace(num_seqs, HEADS, HEAD_SIZE, seq_len + BLOCK, device)
 
 
 def _norms(op: str, num_moved: int, device: torch.device) -> Iterator[Case]:
@@ -293,7 +128,7 @@ def _decode(device: torch.device) -> Iterator[Case]:
                 attention.paged_decode_attention,
                 call,
                 max_seq_len=seq_len,
-                workspace=_workspace(num_seqs, seq_len, device),
+                workspace=workspace_of(num_seqs, seq_len, device),
             ),
             num_seqs * seq_len * TOKEN_BYTES + 2 * q.nbytes,
             partial(ref_attention.paged_decode_attention, call),
@@ -395,11 +230,6 @@ _PRODUCTS: Final = (
 )
 
 
-def num_copies(size_in: int, size_out: int) -> int:
-    """Return how many weights of a size exceed the card's cache: each is read once a call."""
-    return max(1, -(-(2**28) // (2 * size_in * size_out)))
-
-
 def _linear(device: torch.device) -> Iterator[Case]:
     workspace = decode_workspace(1, 1, HEAD_SIZE, 1, device)
 
@@ -486,7 +316,7 @@ class TieredSequence:
         table = torch.cat([order[0], num_gpu + order[1]]).to(torch.int32)[None]
         q = randn((1, HEADS, HEAD_SIZE), device)
         gpu = randn((num_gpu, *shape), device)
-        return cls(gpu, host, table, q, _workspace(1, num_tokens, device))
+        return cls(gpu, host, table, q, workspace_of(1, num_tokens, device))
 
     def attend(self, table: torch.Tensor, lens: torch.Tensor, out: torch.Tensor) -> None:
         """Attend in all layers; the last layer's result stays in out."""
@@ -551,7 +381,7 @@ def _tier_cost(device: torch.device) -> Iterator[Case]:
         attend = partial(
             attention.paged_decode_attention,
             max_seq_len=seq_len,
-            workspace=_workspace(num_seqs, seq_len, device),
+            workspace=workspace_of(num_seqs, seq_len, device),
         )
         num_bytes = num_seqs * seq_len * TOKEN_BYTES + 2 * q.nbytes
         case = Case(
@@ -634,262 +464,13 @@ def _experts(device: torch.device) -> Iterator[Case]:
                 )
 
 
-_CODES_TOKENS: Final = (1, 16, 32, 64)
-_CODES_SIZES: Final = ((4096, 6144), (4096, 4096), (14336, 4096), (4096, 28672))
-"""Inputs and rows of weights in codes."""
-
-
-def stored_bytes(packed: Codes) -> int:
-    """Return the bytes of a weight in codes, those of its tables among them."""
-    return sum(getattr(packed, part).nbytes for part in CODES_PARTS)
-
-
-def _multiply(x: torch.Tensor, weights: Iterable[Weight], product: Product) -> None:
-    for weight in weights:
-        product(x, weight)
-
-
-def _code_products(
-    op: str, sizes: tuple[tuple[int, int], ...], device: torch.device
-) -> Iterator[Case]:
-    """Products with weights in codes, over those with the same weights plain."""
-    plain, coded = getattr(linear, op), getattr(codes, op)
-    if op == "linear":
-        plain = partial(plain, workspace=decode_workspace(1, 1, HEAD_SIZE, 1, device))
-
-    def has_plain_bits(x: torch.Tensor, weights: torch.Tensor, packed: list[Codes]) -> bool:
-        pairs = zip(weights, packed, strict=True)
-        return all(torch.equal(coded(x, one), plain(x, weight)) for weight, one in pairs)
-
-    for size_in, size_out in sizes:
-        copies = num_copies(size_in, size_out)
-        weights = randn((copies, size_out, size_in), device)
-        packed = [codes.pack(weight) for weight in weights]
-        for num_tokens in _CODES_TOKENS:
-            x = randn((num_tokens, size_in), device)
-            out_bytes = plain(x, weights[0]).nbytes
-            yield Case(
-                f"{op} in codes, {copies} of {num_tokens} x {size_in} by {size_in} x {size_out}",
-                partial(_multiply, x, packed, coded),
-                sum(map(stored_bytes, packed)) + copies * (x.nbytes + out_bytes),
-                num_flops=2 * num_tokens * weights.numel(),
-                beside=Case("", partial(_multiply, x, weights, plain), 0),
-                check=partial(has_plain_bits, x, weights, packed),
-            )
-
-
-def restore_case(size_in: int, size_out: int, device: torch.device) -> Case:
-    """Return the case of num_copies weights in codes that are written as bfloat16.
-
-    A call writes them ROUNDS times, one after the other, as the prefill of a model does.
-    """
-    copies = num_copies(size_in, size_out)
-    weights = randn((copies, size_out, size_in), device)
-    packed, out = [codes.pack(weight) for weight in weights], torch.empty_like(weights)
-
-    def run() -> None:
-        for _ in range(ROUNDS):
-            for one, place in zip(packed, out, strict=True):
-                codes.restore(one, place)
-
-    def has_the_weights() -> bool:
-        out.zero_()
-        run()
-        return torch.equal(out.view(torch.int16), weights.view(torch.int16))
-
-    return Case(
-        f"restore {copies} of {size_in} x {size_out}",
-        run,
-        sum(map(stored_bytes, packed)) + out.nbytes,
-        num_layers=ROUNDS,
-        check=has_the_weights,
-    )
-
-
-def _restore(device: torch.device) -> Iterator[Case]:
-    for size_in, size_out in _CODES_SIZES:
-        yield restore_case(size_in, size_out, device)
-
-
-def _pack(device: torch.device) -> Iterator[Case]:
-    """Weights of bfloat16, written in codes."""
-    for size_in, size_out in _CODES_SIZES:
-        weight = randn((size_out, size_in), device)
-        packed = empty_codes(size_out, size_in, device)
-        yield Case(
-            f"pack {size_in} x {size_out}",
-            partial(codes.pack_into, weight, packed),
-            weight.nbytes + stored_bytes(packed),
-            check=partial(_restores, packed, weight),
-            is_captured=False,
-        )
-
-
-def _restores(packed: Codes, weight: torch.Tensor) -> bool:
-    """Tell whether codes are those of a weight."""
-    return torch.equal(codes.restore(packed).view(torch.int16), weight.view(torch.int16))
-
-
-_QUANTISED_TOKENS: Final = (1, 16, 64)
-_QUANTISED_SIZES: Final = ((4096, 12288), (4096, 4096), (11008, 4096), (4096, 22016))
-"""Inputs and rows of quantised weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class QuantisedKind:
-    """What a quantised weight has, as kernels.arguments.Quantised says.
-
-    Attributes:
-        kind: of its values.
-        dtype: in which it multiplies.
-        group: columns of a scale; 0: all.
-        scale_dtype: of scales.
-        offset: of values without zeros.
-        has: other arrays.
-        subgroup: columns of a subscale.
-    """
-
-    kind: str
-    dtype: torch.dtype
-    group: int
-    scale_dtype: torch.dtype
-    offset: int = 0
-    has: tuple[str, ...] = ()
-    subgroup: int = 0
-
-    def draw(self, num_rows: int, num_columns: int, device: torch.device) -> Quantised:
-        """Draw a weight of about 1 / sqrt(num_columns)."""
-        bits = {"uint4": 4, "uint5": 5, "uint6": 6, "table4": 4}.get(self.kind, 8)
-        group, subgroup = self.group or num_columns, self.subgroup or num_columns
-        groups = num_rows, num_columns // group
-        size = {"float8_e4m3fn": 100.0, "table4": 1.0}.get(self.kind, 2.0 ** (bits - 2))
-        size *= num_columns**0.5 * (16 if "subscale" in self.has else 1)
-
-        def draw(shape: tuple[int, ...], high: int = 256) -> torch.Tensor:
-            return torch.randint(0, high, shape, dtype=torch.uint8, device=device)
-
-        values = draw((num_rows, num_columns * (8 if bits == 8 else 4) // 8))
-        if self.kind == "float8_e4m3fn":
-            values[values & 127 == 127] = 0
-        scale = ((torch.rand(groups, device=device) + 0.5) / size).to(self.scale_dtype)
-        others = {
-            "high": draw((num_rows, num_columns * (bits - 4) // 8)) if bits in {5, 6} else None,
-            "zero": draw(groups, 2**bits),
-            "low": scale * 7,
-            "subscale": draw((num_rows, num_columns // subgroup), 32).view(torch.int8),
-            "sublow": draw((num_rows, num_columns // subgroup), 32),
-            "table": torch.linspace(-1, 1, 16, device=device) if self.kind == "table4" else None,
-        }
-        absent = {"zero", "low", "subscale", "sublow"} - set(self.has)
-        return Quantised(
-            kind=self.kind,
-            dtype=self.dtype,
-            num_rows=num_rows,
-            num_columns=num_columns,
-            group=group,
-            subgroup=subgroup,
-            values=values,
-            scale=scale,
-            offset=self.offset,
-            **{name: None if name in absent else each for name, each in others.items()},
-        )
-
-
-_HALF, _BF16, _FLOAT = torch.float16, torch.bfloat16, torch.float32
-_LOWS: Final = ("low", "subscale", "sublow")
-QUANTISED_KINDS: Final[Mapping[str, QuantisedKind]] = {
-    "int4 of 128, float16": QuantisedKind("uint4", _HALF, 128, _HALF, has=("zero",)),
-    "int4 of 128": QuantisedKind("uint4", _BF16, 128, _HALF, has=("zero",)),
-    "int8 of rows": QuantisedKind("uint8", _BF16, 0, _BF16, 128),
-    "fp8 of blocks": QuantisedKind("float8_e4m3fn", _BF16, 128, _FLOAT),
-    "Q4_K": QuantisedKind("uint4", _BF16, 256, _HALF, 0, _LOWS, 32),
-    "Q6_K": QuantisedKind("uint6", _BF16, 256, _HALF, 32, ("subscale",), 16),
-    "Q8_0": QuantisedKind("uint8", _BF16, 32, _HALF, 128),
-    "nf4": QuantisedKind("table4", _BF16, 64, _FLOAT),
-}
-"""What is timed, by its name in the table."""
-
-
-def quantised_bytes(weight: Quantised) -> int:
-    """Return the bytes of a quantised weight, those of its scales among them."""
-    arrays = (getattr(weight, name) for name in QUANTISED_ARRAYS)
-    return sum(0 if each is None else each.nbytes for each in arrays)
-
-
-def _quantised_copies(
-    kind: QuantisedKind, size_in: int, size_out: int, device: torch.device
-) -> list[Quantised]:
-    """Draw weights that exceed the card's cache together."""
-    first = kind.draw(size_out, size_in, device)
-    others = range(1, -(-(2**28) // quantised_bytes(first)))
-    return [first, *(kind.draw(size_out, size_in, device) for _ in others)]
-
-
-def _quantised_products(
-    op: str, sizes: tuple[tuple[int, int], ...], device: torch.device
-) -> Iterator[Case]:
-    """Products with quantised weights, over those with the same weights restored."""
-    plain, small = getattr(linear, op), getattr(quantised, op)
-    if op == "linear":
-        workspace = decode_workspace(1, 1, HEAD_SIZE, 1, device)
-        plain, small = (partial(each, workspace=workspace) for each in (plain, small))
-
-    def has_plain_bits(
-        x: torch.Tensor, weights: list[Quantised], restored: list[torch.Tensor]
-    ) -> bool:
-        pairs = zip(weights, restored, strict=True)
-        return all(torch.equal(small(x, one), plain(x, whole)) for one, whole in pairs)
-
-    for size_in, size_out in sizes:
-        for name, kind in QUANTISED_KINDS.items():
-            weights = _quantised_copies(kind, size_in, size_out, device)
-            restored = [quantised.restore(weight) for weight in weights]
-            for num_tokens in _QUANTISED_TOKENS:
-                x = randn((num_tokens, size_in), device).to(kind.dtype)
-                out_bytes = plain(x, restored[0]).nbytes
-                yield Case(
-                    f"{op} {name}, {len(weights)} of {num_tokens} x {size_in} by {size_out}",
-                    partial(_multiply, x, weights, small),
-                    sum(map(quantised_bytes, weights)) + len(weights) * (x.nbytes + out_bytes),
-                    num_flops=2 * num_tokens * len(weights) * size_in * size_out,
-                    beside=Case("", partial(_multiply, x, restored, plain), 0),
-                    check=partial(has_plain_bits, x, weights, restored),
-                )
-
-
-def _restore_each(weights: list[Quantised], out: list[torch.Tensor]) -> None:
-    for weight, place in zip(weights, out, strict=True):
-        quantised.restore(weight, place)
-
-
-def _restore_quantised(device: torch.device) -> Iterator[Case]:
-    """Quantised weights that are written as plain ones."""
-    size_in, size_out = _QUANTISED_SIZES[0]
-    for name, kind in QUANTISED_KINDS.items():
-        weights = _quantised_copies(kind, size_in, size_out, device)
-        out = [torch.empty((size_out, size_in), dtype=kind.dtype, device=device) for _ in weights]
-        yield Case(
-            f"restore {name}, {len(weights)} of {size_in} x {size_out}",
-            partial(_restore_each, weights, out),
-            sum(map(quantised_bytes, weights)) + sum(each.nbytes for each in out),
-        )
-
-
 CASES: Final[Mapping[str, Callable[[torch.device], Iterator[Case]]]] = {
     **OPERATORS,
     "tiered": _tiered,
     "tier_cost": _tier_cost,
     "gather": _gather,
     "experts": _experts,
-    "linear_codes": partial(_code_products, "linear", _CODES_SIZES[:3]),
-    "linear_silu_mul_codes": partial(_code_products, "linear_silu_mul", _CODES_SIZES[3:]),
-    "restore": _restore,
-    "pack": _pack,
-    "linear_quantised": partial(_quantised_products, "linear", _QUANTISED_SIZES[:3]),
-    "linear_silu_mul_quantised": partial(
-        _quantised_products, "linear_silu_mul", _QUANTISED_SIZES[3:]
-    ),
-    "restore_quantised": _restore_quantised,
+    **WEIGHT_CASES,
 }
 """Name on the command line -> what is timed."""
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import bench
-from kernels.bench import TieredSequence, Timing
+from kernels import bench, bench_timing, bench_weights
+from kernels.bench import TieredSequence
+from kernels.bench_timing import Timing
 from tests.kernels.test_every_op_has_twin import OPERATORS
 
 ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -33,17 +34,23 @@ def test_an_unknown_name_is_refused(capsys):
 
 def test_a_line_holds_the_figures():
     timing = Timing("rms_norm 4 x 4", 0.5, 2000.0, 0.75, twin_ms=12.25)
-    assert bench.render(timing).split()[-4:] == ["0.5000", "2000.0", "0.750", "12.250"]
+    assert bench_timing.render(timing).split()[-4:] == ["0.5000", "2000.0", "0.750", "12.250"]
     timing = Timing("tiered 1 x 9", 0.5, 48.25, 0.95, ratio=1.0625, is_equal=False)
-    assert bench.render(timing).split()[-5:] == ["0.5000", "48.2", "0.950", "1.062", "DIFFERS"]
+    assert bench_timing.render(timing).split()[-5:] == [
+        "0.5000",
+        "48.2",
+        "0.950",
+        "1.062",
+        "DIFFERS",
+    ]
 
 
 def test_a_case_is_held_against_its_rate_and_what_is_beside_it(monkeypatch):
     """A call of two layers takes 8 ms, the part beside it 1 ms, and 2 MB in place 1 ms."""
-    monkeypatch.setattr(bench, "captured", lambda run: run)
-    monkeypatch.setattr(bench, "median_ms", lambda run, repeats=0: run())
-    near = bench.Case("near", lambda: 1.0, 1)
-    case = bench.Case(
+    monkeypatch.setattr(bench_timing, "captured", lambda run: run)
+    monkeypatch.setattr(bench_timing, "median_ms", lambda run, repeats=0: run())
+    near = bench_timing.Case("near", lambda: 1.0, 1)
+    case = bench_timing.Case(
         "far",
         lambda: 8.0,
         4_000_000,
@@ -55,7 +62,7 @@ def test_a_case_is_held_against_its_rate_and_what_is_beside_it(monkeypatch):
         host_bytes=2_000_000,
         check=lambda: True,
     )
-    found = bench.time_case(case, {"copy": 100.0, "in place": 2.0})
+    found = bench_timing.time_case(case, {"copy": 100.0, "in place": 2.0})
     assert found == Timing("far", 4.0, 1.0, 0.5, 2.0, 9.0, ratio=2.0, is_equal=True)
 
 
@@ -78,8 +85,8 @@ CODES = ("linear_codes", "linear_silu_mul_codes", "restore", "pack")
 @pytest.fixture
 def small_codes(monkeypatch):
     """Cases of weights in codes at sizes for a CPU, two of each."""
-    monkeypatch.setattr(bench, "num_copies", lambda size_in, size_out: 2)
-    monkeypatch.setattr(bench, "_CODES_SIZES", ((128, 32), (64, 48)))
+    monkeypatch.setattr(bench_weights, "num_copies", lambda size_in, size_out: 2)
+    monkeypatch.setattr(bench_weights, "_CODES_SIZES", ((128, 32), (64, 48)))
 
     def cases(name, device):
         make = bench.CASES[name]
@@ -112,24 +119,24 @@ def test_bytes_of_codes_are_those_that_are_stored(small_codes, device):
 
 def test_one_wrong_code_is_noticed(small_codes, device, monkeypatch):
     """Each case packs weights of its own; the exponents of the first row of each are moved."""
-    plain = bench.codes.pack
+    plain = bench_weights.codes.pack
 
     def wrong(weight):
         packed = plain(weight)
         packed.first[0] += 30
         return packed
 
-    monkeypatch.setattr(bench.codes, "pack", wrong)
+    monkeypatch.setattr(bench_weights.codes, "pack", wrong)
     for name in ("linear_codes", "restore"):
         assert not any(case.check() for case in small_codes(name, device))
 
 
 def test_what_waits_for_the_card_is_not_captured(monkeypatch):
-    monkeypatch.setattr(bench, "captured", lambda run: lambda: 2.0)
-    monkeypatch.setattr(bench, "median_ms", lambda run, repeats=0: run())
-    case = bench.Case("pack", lambda: 1.0, 1, is_captured=False)
-    assert bench.time_case(case, {"copy": 1.0}).kernel_ms == 1.0
-    assert bench.time_case(replace(case, is_captured=True), {"copy": 1.0}).kernel_ms == 2.0
+    monkeypatch.setattr(bench_timing, "captured", lambda run: lambda: 2.0)
+    monkeypatch.setattr(bench_timing, "median_ms", lambda run, repeats=0: run())
+    case = bench_timing.Case("pack", lambda: 1.0, 1, is_captured=False)
+    assert bench_timing.time_case(case, {"copy": 1.0}).kernel_ms == 1.0
+    assert bench_timing.time_case(replace(case, is_captured=True), {"copy": 1.0}).kernel_ms == 2.0
 
 
 @pytest.mark.gpu
