@@ -352,13 +352,13 @@ def _attention(device: str) -> Figures:
         return {"no_room": "operators are timed on a GPU only"}
     import torch  # noqa: PLC0415  takes seconds
 
-    from kernels import bench  # noqa: PLC0415  imports torch
+    from kernels import bench, bench_timing  # noqa: PLC0415  import torch
 
     card = torch.device("cuda", torch.cuda.current_device())
-    rates = bench.measure_rates(card, in_place=False)
+    rates = bench_timing.measure_rates(card, in_place=False)
     for case in bench.OPERATORS[ATTENTION](card):
         if ATTENTION_SHAPE in case.name:
-            timing = bench.time_case(case, rates)
+            timing = bench_timing.time_case(case, rates)
             return {
                 "shape": case.name.removeprefix(f"{ATTENTION} "),
                 "ms": timing.kernel_ms,
@@ -374,17 +374,18 @@ def _restore(engine: EngineConfig, device: str) -> Figures:
         return {"no_room": "operators are timed on a GPU only"}
     import torch  # noqa: PLC0415  takes seconds
 
-    from kernels import bench  # noqa: PLC0415  imports torch
+    from kernels import bench_timing, bench_weights  # noqa: PLC0415  import torch
 
     spec = engine.model.spec
     if spec is None:
         return {"no_room": "the model's sizes are not known"}
     card = torch.device("cuda", torch.cuda.current_device())
     size_in, size_out = spec.hidden_size, 2 * spec.intermediate_size
-    timing = bench.time_case(
-        bench.restore_case(size_in, size_out, card), bench.measure_rates(card, in_place=False)
+    timing = bench_timing.time_case(
+        bench_weights.restore_case(size_in, size_out, card),
+        bench_timing.measure_rates(card, in_place=False),
     )
-    written_bytes = 2 * size_in * size_out * bench.num_copies(size_in, size_out)
+    written_bytes = 2 * size_in * size_out * bench_timing.num_copies(size_in, size_out)
     return {
         "shape": timing.name.removeprefix("restore "),
         "ms": timing.kernel_ms,
