@@ -432,6 +432,7 @@ class LLM:
             **found,
             "moved": asdict(engine.tier.moved()),
             "in_place_bytes": engine.executor.kv_in_place_bytes,
+            "copied_ahead_bytes": engine.executor.kv_copied_bytes,
             "staged_prefill_bytes": engine.executor.staged_prefill_bytes,
         }
 

@@ -89,7 +89,8 @@ def take_snapshot(engine: "Engine") -> Snapshot:
     rates = (engine.plan.predicted or {}).get("rates", {})
     rate_gb_s = rates.get("h2d_gb_s")
     run = engine.executor
-    kv_bytes = run.kv_in_place_bytes + run.staged_prefill_bytes + core.transfers.loaded_bytes
+    kv_bytes = run.kv_in_place_bytes + run.kv_copied_bytes
+    kv_bytes += run.staged_prefill_bytes + core.transfers.loaded_bytes
     meter = run.meter
     expert_hits, expert_misses, expert_bytes = (0, 0, 0) if meter is None else meter.totals.totals
     return Snapshot(

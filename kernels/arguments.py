@@ -508,6 +508,24 @@ def decode_workspace(
 
 
 @dataclass(frozen=True, slots=True)
+class DecodePart:
+    """A part of the keys of decodes.
+
+    Attributes:
+        begin_key: the first key, a multiple of kernels.sizes.DECODE_SPLIT_TOKENS.
+        end_key: the one behind the last key; such a multiple too, but for the last part.
+        is_last: whether the results of all parts are added and out is written.
+        workspace: partial results of all parts, for the longest sequence of the call; nothing else
+            uses it between a call's first part and its last.
+    """
+
+    begin_key: int
+    end_key: int
+    is_last: bool
+    workspace: DecodeWorkspace
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillWorkspace:
     """Partial results of prefill attention with few queries.
 

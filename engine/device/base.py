@@ -163,6 +163,9 @@ class CopyStream(Protocol):
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Enqueue copies, each a target and a source, with less work of the host than singly."""
 
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue one copy of rows that lie apart, uint8 [n, bytes], pinned host to device."""
+
     def run(self, work: Callable[[], object]) -> None:
         """Enqueue work that `work` launches when it is called; it must not wait for the device."""
 

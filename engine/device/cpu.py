@@ -48,6 +48,10 @@ class LazyCopyStream:
         for dst, src in pairs:
             self.copy(dst, src)
 
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue a copy."""
+        self.copy(dst, src)
+
     def after(self, other: CopyStream, event: int) -> None:
         """Let later copies wait for an event of another copy stream."""
         self.run(lambda: other.wait(event))

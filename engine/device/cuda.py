@@ -21,7 +21,7 @@ from engine.device.facts import (
     memlock_room,
     num_threads,
 )
-from engine.errors import CapacityError, ConfigError, PinningError
+from engine.errors import CapacityError, ConfigError, EngineError, PinningError
 from engine.plan.memory import DeviceFacts
 
 
@@ -170,6 +170,30 @@ class _HostArray:
         }
 
 
+def _copy_rows(dst: torch.Tensor, src: torch.Tensor, stream: int) -> None:
+    """Enqueue a copy of rows, uint8 [n, bytes], from pinned host memory.
+
+    Raises:
+        EngineError: CUDA refused it.
+    """
+    from cuda.bindings import runtime  # noqa: PLC0415  only PyTorch for CUDA brings it
+
+    (status,) = runtime.cudaMemcpy2DAsync(
+        dst.data_ptr(),
+        dst.stride(0),
+        src.data_ptr(),
+        src.stride(0),
+        *dst.shape[::-1],
+        runtime.cudaMemcpyKind.cudaMemcpyHostToDevice,
+        stream,
+    )
+    if status != runtime.cudaError_t.cudaSuccess:
+        raise EngineError(
+            f"copy of rows: expected cudaMemcpy2DAsync to enqueue {tuple(dst.shape)} bytes, got "
+            f"{status!r}. This is a fault of the engine or of the driver."
+        )
+
+
 class CUDACopyStream:
     """A CUDA stream for copies; every method only enqueues."""
 
@@ -190,6 +214,10 @@ class CUDACopyStream:
         with torch.cuda.stream(self._stream):
             for dst, src in pairs:
                 dst.copy_(src, non_blocking=True)
+
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue one copy on the copy stream; torch would gather the rows on the host first."""
+        _copy_rows(dst, src, self._stream.cuda_stream)
 
     def run(self, work: Callable[[], object]) -> None:
         """Call `work` with the copy stream as the current one."""

@@ -96,6 +96,7 @@ class KVCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._host_layers: dict[int, HostCache] = {}
         self._host_rows: dict[int, torch.Tensor] = {}
+        self._host_bytes: dict[int, torch.Tensor] = {}
         self.layer_bytes = plan.kv.groups[0].layer_bytes
         """Bytes of one layer in a block."""
         shape = 2, spec.num_key_value_heads, plan.block_size, spec.head_dim
@@ -112,9 +113,11 @@ class KVCache:
                 continue
             tensor = host.in_place.view(self.tensor.dtype).view(-1, *self.tensor.shape[1:])
             words = host.in_place.view(torch.int32).view(host.num_pinned, len(group.layers), -1)
+            parts = host.pinned.view(host.num_pinned, len(group.layers), -1)
             for place, layer in enumerate(group.layers):
                 self._host_layers[layer] = HostCache(tensor[:, place, 0], tensor[:, place, 1])
                 self._host_rows[layer] = words[:, place]
+                self._host_bytes[layer] = parts[:, place]
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -137,10 +140,23 @@ class KVCache:
         """
         return self._host_rows[index]
 
+    def host_bytes(self, index: int) -> torch.Tensor:
+        """Return the same as a copy engine takes it, uint8 [C, bytes] on the CPU, strided.
+
+        Raises:
+            KeyError: Compute reaches none of that layer.
+        """
+        return self._host_bytes[index]
+
+    @property
+    def host_layers(self) -> list[int]:
+        """Layers of whose host blocks compute reaches some, in order."""
+        return sorted(self._host_layers)
+
     def close(self) -> None:
         """Release the memory."""
         self._layers, self.tensors, self.blocks = {}, [], []
-        self._host_layers, self._host_rows = {}, {}
+        self._host_layers, self._host_rows, self._host_bytes = {}, {}, {}
 
 
 class Staging:

@@ -290,6 +290,16 @@ class ReadRates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopyAhead:
+    """When decodes' host blocks are copied to the GPU by a copy engine instead of read in place."""
+
+    step_bytes: int
+    """Bytes of a step in the host tier, over all layers, from which on they are."""
+    run_bytes: int
+    """Bytes of neighbouring blocks in one layer, in the mean of a piece, from which on they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostKVPlan:
     """What serves the host tier of the KV cache; its blocks are those of `KVSizes.groups`."""
 
@@ -302,6 +312,8 @@ class HostKVPlan:
     """Expected time to compute one token of a prompt again, seconds."""
     read_rates: ReadRates | None = None
     """What decodes are expected to cost; None until times are predicted."""
+    copy_ahead: CopyAhead | None = None
+    """None: decodes read host blocks in place, which is as fast, or no sequence has any."""
 
     def to_dict(self, kv: KVSizes) -> dict[str, Any]:
         """Return plain data for a record."""
@@ -318,6 +330,7 @@ class HostKVPlan:
             "swap_rates": asdict(self.swap_rates) if self.swap_rates else None,
             "recompute_token_s": self.recompute_token_s,
             "read_rates": asdict(self.read_rates) if self.read_rates else None,
+            "copy_ahead": asdict(self.copy_ahead) if self.copy_ahead else None,
         }
 
 

@@ -2,7 +2,8 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -13,9 +14,9 @@ from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
 from engine.plan.long import predict_long
 from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
-from engine.plan.sizes import HostKVPlan, ReadRates, SwapRates, padded_prefill
+from engine.plan.sizes import CopyAhead, HostKVPlan, ReadRates, SwapRates, padded_prefill
 from engine.plan.units import Feed, Residence, Slots, moving
-from kernels.sizes import MAX_SMALL_TOKENS
+from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS
 
 
 def ring_s(
@@ -73,6 +74,15 @@ LINK_SHARE: Final = 0.86
 """Copy rate from pinned memory over the sheet's link rate: 54.8 (H100) and 55.5 (H200) of 64."""
 IN_PLACE_SHARE: Final = 0.92
 """In-place reads by kernels over the copy rate: 50.7 of 54.8 (H100), 51 of 55.5 (H200)."""
+ROWS_SHARE: Final = 0.995
+"""Copies of rows that lie apart, as one layer of neighbouring host blocks, over the copy rate: 512
+rows of 64 KiB at 55.0 of 55.3 GB/s (H200)."""
+ROWS_OVERHEAD_S: Final = 3e-6
+"""One of them in a row of many beside its bytes: 8, 16 and 32 rows of 64 KiB at 41.7, 48.3 and 51.6
+of 55.3 GB/s (H200)."""
+LEAST_ROW_BYTES: Final = 2**15
+"""Shorter rows are copied no sooner than read in place: 512 rows of 16 KiB at 48.1, of 32 KiB at
+54.9 of 55.3 GB/s (H200)."""
 TWO_WAY_SHARE: Final = 1.82
 """Both directions at once, in sum, over the copy rate: 100.8 of 55.5 (H200)."""
 HBM_SHARE: Final = 0.86
@@ -124,6 +134,9 @@ for int8, 1.7 and 1.7 for Q4_K (H200, products of Llama 2 7B, docs/quantised.md)
 RESTORE_SHARE: Final = 0.52
 """Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.18 TB/s; of each
 weight 1.5 bytes are read and 2 written."""
+PIECE_LAUNCHES: Final = 0.25
+"""Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms where
+a layer takes 0.73 (llama31_8b, H200)."""
 IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
@@ -147,6 +160,8 @@ class Rates:
     """Both directions at once, in sum."""
     in_place_gb_s: float
     """Kernels that read pinned host memory."""
+    rows_gb_s: float
+    """Copies of one layer of neighbouring host blocks from pinned memory: rows that lie apart."""
     pageable_gb_s: float
     """Copies from pageable host memory."""
     hbm_gb_s: float
@@ -162,6 +177,7 @@ class Rates:
     file_read_gb_s: float
     pin_gb_s: float
     copy_overhead_s: float = COPY_OVERHEAD_S
+    rows_overhead_s: float = ROWS_OVERHEAD_S
     layer_overhead_s: float = LAYER_OVERHEAD_S
     eager_layer_overhead_s: float = EAGER_LAYER_OVERHEAD_S
     step_overhead_s: float = STEP_OVERHEAD_S
@@ -190,6 +206,7 @@ class Rates:
             found.setdefault("d2h_gb_s", h2d)
             found.setdefault("two_way_gb_s", h2d * TWO_WAY_SHARE)
             found.setdefault("in_place_gb_s", h2d * IN_PLACE_SHARE)
+            found.setdefault("rows_gb_s", h2d * ROWS_SHARE)
         source = f"probe of this machine; the rest: {self.source}"
         if "sequence_overhead_s" in probe:  # of a CPU, where nothing but times of files is assumed
             source = "probe of this CPU, whose memory stands in for a GPU"
@@ -204,6 +221,7 @@ def sheet_rates(sheet: Sheet, source: str) -> Rates:
         d2h_gb_s=link,
         two_way_gb_s=link * TWO_WAY_SHARE,
         in_place_gb_s=link * IN_PLACE_SHARE,
+        rows_gb_s=link * ROWS_SHARE,
         pageable_gb_s=min(link, PAGEABLE_GB_S),
         hbm_gb_s=sheet.hbm_gb_s * HBM_SHARE,
         bf16_tflops=sheet.bf16_tflops * MATRIX_SHARE,
@@ -224,6 +242,7 @@ def cpu_rates() -> Rates:
         d2h_gb_s=8.0,
         two_way_gb_s=8.0,
         in_place_gb_s=12.0,
+        rows_gb_s=8.0,
         pageable_gb_s=8.0,
         hbm_gb_s=15.0,
         bf16_tflops=0.05,
@@ -465,6 +484,17 @@ def step_s(
         before: Tokens of the same prompt that earlier steps computed.
         rows: Prompts among the prefill tokens; each gives one row of logits (default 1, or 0).
     """
+    is_long = shape.plan.kv.groups[0].num_in_place > 0 and max(1, rows or 1) == 1
+    keys = _Keys(shape, decodes, context, before + prefill if prefill else 0, is_long)
+    ways = [_FarKeys(rates.in_place_gb_s * 1e9), *_copied_keys(keys, rates)]
+    return min(_step_s(keys, far, rates, prefill, before, rows) for far in ways)
+
+
+def _step_s(
+    keys: "_Keys", far: "_FarKeys", rates: Rates, prefill: int, before: int, rows: int | None
+) -> float:
+    """Return the time of one step that gets at keys in host memory in one way."""
+    shape, decodes = keys.shape, keys.decodes
     plan, tokens, sequences = shape.plan, decodes + prefill, decodes + (rows or min(1, prefill))
     graphed = plan.use_graphs
     if prefill:
@@ -477,7 +507,6 @@ def step_s(
     hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
     is_staged = plan.stage_tokens is not None and tokens >= plan.stage_tokens
     tiles, reads = math.ceil(tokens / IN_PLACE_TILE_ROWS), _reads(shape, rates, tokens)
-    is_long = plan.kv.groups[0].num_in_place > 0 and max(1, rows or 1) == 1
     # Products of few rows read while they compute; those of libraries hide little of their reads.
     is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
     both: Callable[[float, float], float] = max if is_small else operator.add
@@ -485,32 +514,111 @@ def step_s(
     def layer_s(from_gpu: Read, in_place: Read, limit: int, is_first: bool) -> tuple[float, float]:
         """The time of a layer, and of it what KV in host memory holds the link."""
         attention_s = 4.0 * shape.q_size * prefill * min(seen, limit) / matrix_rate
-        kv_tokens = decodes * min(context, limit)
-        far = staged = 0.0
-        if is_long and is_first:
-            far = shape.beyond_gpu(kv_tokens) if decodes else 0.0
-            staged = shape.beyond_gpu(min(before + prefill, limit)) if prefill else 0.0
-        kv_s = (kv_tokens - far) * shape.kv_layer_bytes / (KV_SHARE * hbm_rate)
-        far_s, staged_s = (count * shape.kv_layer_bytes / place_rate for count in (far, staged))
+        near_bytes, far_bytes, staged_bytes = keys.in_layer(limit, is_first=is_first)
+        far_s, staged_s = far_bytes / far.bytes_s, staged_bytes / place_rate
         read = reads * from_gpu.plain / (WEIGHT_SHARE * hbm_rate)
         read += reads * in_place.plain * tiles / place_rate if in_place.plain else 0.0
         restored_s, read_s = _packed_s(rates, tokens, from_gpu.packed, in_place.packed)
-        seconds = both(read + read_s, flops / matrix_rate + attention_s) + kv_s
-        seconds += restored_s + rates.layer_overhead_s
+        seconds = both(read + read_s, flops / matrix_rate + attention_s)
+        seconds += near_bytes / (KV_SHARE * hbm_rate) + restored_s + rates.layer_overhead_s
         seconds += sequences * rates.sequence_overhead_s
-        seconds += far_s + max(0.0, staged_s - attention_s)  # staged beside attention
-        return seconds, far_s + staged_s
+        seconds += far_s - min(far_s, seconds, far.beside_s)
+        return seconds + max(0.0, staged_s - attention_s), far_s + staged_s  # beside attention
 
     kinds, of_layers = _kinds(shape, is_staged=is_staged)
     known = [layer_s(*kind) for kind in kinds]
     times = [known[kind] for kind in of_layers]
     compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
     after = _outside_s(shape, rates, tokens, sequences)
-    launch_s = 0.0 if graphed else rates.eager_layer_overhead_s
+    launch_s = (int(not graphed) + far.launches) * rates.eager_layer_overhead_s
     seconds = _run(
         shape, rates, compute, after, is_staged=is_staged, kv_link_s=kv_link_s, launch_s=launch_s
     )
     return seconds + rates.step_overhead_s
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Keys that one step attends to."""
+
+    shape: Shape
+    decodes: int
+    context: float
+    """Tokens of each decode."""
+    prefilled: int
+    """Tokens of a prompt once the step is done; 0: it computes none."""
+    is_long: bool
+    """Whether some may lie in host memory."""
+
+    def in_layer(self, limit: int, *, is_first: bool) -> tuple[float, float, float]:
+        """Return bytes of a layer: decodes' on the GPU and in host memory, and those staged."""
+        tokens, far, staged = self.decodes * min(self.context, limit), 0.0, 0.0
+        if self.is_long and is_first:
+            far = self.shape.beyond_gpu(tokens) if self.decodes else 0.0
+            staged = self.shape.beyond_gpu(min(self.prefilled, limit)) if self.prefilled else 0.0
+        each = self.shape.kv_layer_bytes
+        return (tokens - far) * each, far * each, staged * each
+
+
+@dataclass(frozen=True)
+class _FarKeys:
+    """How decodes get at keys in host memory."""
+
+    bytes_s: float
+    beside_s: float = 0.0
+    """Time of a layer's that passes beside the layer before, at most."""
+    launches: float = 0.0
+    """What the host launches for a layer, over the launches of its other kernels; they are
+    included, as such a step has no graph."""
+
+
+def _copied_keys(keys: _Keys, rates: Rates) -> Iterator[_FarKeys]:
+    """Yield how decodes copy host blocks ahead, in pieces, one beside the layer before, if so."""
+    plan, host, first = keys.shape.plan, keys.shape.plan.host_kv, keys.shape.plan.kv.groups[0]
+    far_bytes = keys.in_layer(first.window or plan.max_model_len, is_first=True)[1]
+    run_bytes = copied_run_bytes(plan, rates)
+    if not far_bytes or keys.prefilled or host is None or run_bytes is None:
+        return
+    if far_bytes >= run_bytes:
+        stage_bytes = host.stage_blocks * first.layer_bytes
+        bytes_s, num_pieces = rates.rows_gb_s * 1e9, math.ceil(far_bytes / stage_bytes)
+        launches = plan.use_graphs + num_pieces * PIECE_LAUNCHES
+        yield _FarKeys(bytes_s, min(far_bytes, stage_bytes) / bytes_s, launches)
+
+
+def copied_run_bytes(plan: MemoryPlan, rates: Rates) -> int | None:
+    """Return the bytes of a run of host blocks whose copy takes as long as reading it in place.
+
+    None: no copy is sooner, or no stage buffer holds a split of keys.
+    """
+    gain_s, first = 1e-9 / rates.in_place_gb_s - 1e-9 / rates.rows_gb_s, plan.kv.groups[0]
+    if rates.is_cpu or gain_s <= 0 or not first.num_in_place or plan.host_kv is None:
+        return None
+    is_split_held = plan.host_kv.stage_blocks * plan.block_size >= DECODE_SPLIT_TOKENS
+    if first.layer_bytes < LEAST_ROW_BYTES or not is_split_held:
+        return None
+    return math.ceil(rates.rows_overhead_s / gain_s)
+
+
+def copy_ahead(shape: Shape, rates: Rates) -> CopyAhead | None:
+    """Return from where on decodes' host blocks are copied instead of read in place; None: never.
+
+    Steps that copy run without a graph: others must take as long as their launches do.
+    """
+    plan, run_bytes = shape.plan, copied_run_bytes(shape.plan, rates)
+
+    def is_sooner(context: int) -> bool:
+        keys = _Keys(shape, 1, context, 0, is_long=True)
+        in_place_s = _step_s(keys, _FarKeys(rates.in_place_gb_s * 1e9), rates, 0, 0, None)
+        copied = [_step_s(keys, far, rates, 0, 0, None) for far in _copied_keys(keys, rates)]
+        return any(seconds < in_place_s for seconds in copied)
+
+    if run_bytes is None or not is_sooner(plan.max_model_len):
+        return None
+    first = plan.kv.groups[0]
+    least = bisect_left(range(plan.max_model_len), True, lo=plan.kv_tokens, key=is_sooner)
+    far_bytes = shape.beyond_gpu(least) * shape.kv_layer_bytes * len(first.layers)
+    return CopyAhead(step_bytes=int(far_bytes), run_bytes=run_bytes)
 
 
 def _run(
@@ -724,31 +832,37 @@ def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
     shape, tokens = shape_of(plan, spec), min(PREFILL_TOKENS, plan.max_model_len)
     seconds = prefill_s(shape, rates, tokens)
     room = min(plan.kv_tokens, plan.max_model_len)
+    copies = copy_ahead(shape, rates)
+    read_gb_s = rates.in_place_gb_s if copies is None else rates.rows_gb_s
     return replace(
         host,
         swap_rates=SwapRates(store_bytes_s=rate(rates.d2h_gb_s), load_bytes_s=rate(rates.h2d_gb_s)),
         recompute_token_s=seconds / tokens,
         read_rates=ReadRates(
-            step_s=decode_step_s(shape, rates, 1, room), read_bytes_s=rates.in_place_gb_s * 1e9
+            step_s=decode_step_s(shape, rates, 1, room), read_bytes_s=read_gb_s * 1e9
         ),
+        copy_ahead=copies,
     )
 
 
 def predict_host_kv(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any] | None:
     """Return predicted times of the host tier as plain data; None where there is none.
 
-    A sequence of max_model_len that exceeds the GPU reads the rest in place each decode step.
+    A sequence of max_model_len that exceeds the GPU has the rest come over the link in each decode
+    step, read in place or copied ahead.
     """
     host = plan.host_kv
     if host is None or host.swap_rates is None:
         return None
     shape, length, first = shape_of(plan, spec), plan.max_model_len, plan.kv.groups[0]
     far = shape.beyond_gpu(min(length, first.window or length))
-    prefix = min(PREFIX_TOKENS, length)
+    host_bytes = int(far * shape.kv_layer_bytes * len(first.layers))
+    prefix, copies = min(PREFIX_TOKENS, length), host.copy_ahead
     return {
         "context_tokens": length,
         "decode_step_ms": decode_step_s(shape, rates, 1, length) * 1e3,
-        "in_place_bytes": int(far * shape.kv_layer_bytes * len(first.layers)),
+        "host_bytes": host_bytes,
+        "is_copied": copies is not None and host_bytes >= max(1, copies.step_bytes),
         "prefix_tokens": prefix,
         "prefix_load_ms": plan.kv.sequence_bytes(prefix) / host.swap_rates.load_bytes_s * 1e3,
         "prefix_compute_ms": prefill_s(shape, rates, prefix) * 1e3,

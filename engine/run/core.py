@@ -37,6 +37,8 @@ class StepStats:
     """Weight bytes read in place from host memory."""
     kv_in_place_bytes: int
     """Keys and values that decodes read in place from host memory."""
+    kv_copied_bytes: int
+    """Keys and values that were copied to the GPU ahead of decodes."""
     used_graph: bool
     duration_s: float
     """To its tokens on the host, as the host found them there, from its own plan or from the end of
@@ -303,6 +305,7 @@ class EngineCore:
             h2d_bytes=flight.h2d_bytes,
             in_place_bytes=flight.in_place_bytes,
             kv_in_place_bytes=flight.kv_in_place_bytes,
+            kv_copied_bytes=flight.kv_copied_bytes,
             used_graph=flight.used_graph,
             duration_s=end_s - max(step.begin_s, self._end_s),
             is_overlapped=step.is_overlapped,
@@ -315,7 +318,8 @@ class EngineCore:
         self._end_s = end_s
         self.step_s += self.last_step.duration_s
         loaded, before = self.transfers.loaded_bytes, self._loaded_bytes
-        read = flight.h2d_bytes + flight.in_place_bytes + flight.kv_in_place_bytes + expert_bytes
+        read = flight.h2d_bytes + flight.in_place_bytes
+        read += flight.kv_in_place_bytes + flight.kv_copied_bytes + expert_bytes
         self.recent.append((read + loaded - before, self.last_step.duration_s))
         self._loaded_bytes = loaded
         return events

@@ -6,7 +6,6 @@ T tokens, N query heads, K KV heads, H head size, D hidden.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,24 +17,21 @@ from engine.model.formats import EMBEDDING, HEAD, Products
 from engine.model.spec import W2, W13, ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import pad_batch
-from engine.run.inputs import Batch, PrefillPiece, StagedPrefill
+from engine.run.inputs import Batch
 from engine.run.routing import Routers
+from engine.run.stages import DecodeStages, PrefillStages, StageBuffers
 from engine.weights.store import OPERATORS, WeightStore
 from kernels.arguments import (
     AttentionCall,
     DecodeWorkspace,
     HostCache,
-    PrefillPart,
     PrefillWorkspace,
     decode_workspace,
-    prefill_state,
     prefill_workspace,
 )
 from kernels.ops import attention, experts, kv, norm
-from kernels.sizes import PREFILL_SPLIT_MAX_QUERIES, prefill_state_bytes
+from kernels.sizes import PREFILL_SPLIT_MAX_QUERIES
 
-NUM_BUFFERS = 2
-"""Buffers that pieces of a prefill's keys are copied into."""
 Weights = Mapping[str, Any]
 """A layer's tensors, each as the products of its format take it."""
 Product = Callable[..., Tensor]
@@ -66,73 +62,6 @@ class DecoderLayer:
     """Of the shared expert; None: there is none."""
 
 
-class PrefillStages:
-    """Prefills over blocks of both tiers; host blocks are copied to the GPU in pieces.
-
-    Of each layer the host blocks of one piece of the keys at a time go into one of two buffers,
-    beside the attention to the piece before.
-    """
-
-    def __init__(self, plan: MemoryPlan, spec: ModelSpec, device: Device, cache: KVCache) -> None:
-        assert plan.host_kv is not None
-        size, shape = plan.host_kv.stage_blocks, cache.tensor.shape[2:]
-        num_bytes = size * cache.layer_bytes
-        raws = [device.empty(num_bytes) for _ in range(NUM_BUFFERS)]
-        views = [raw.view(cache.tensor.dtype).view(size, *shape) for raw in raws]
-        self._words = [raw.view(torch.int32).view(size, -1) for raw in raws]
-        self._hosts = [HostCache(view[:, 0], view[:, 1]) for view in views]
-        self._slots = device.empty(2 * size * 8).view(torch.int64)
-        """Slots of blocks in order, from any slot on."""
-        self._slots.copy_(torch.arange(2 * size) % size)
-        rows = plan.max_num_batched_tokens, spec.num_attention_heads, spec.head_dim
-        device.count_working(prefill_state_bytes(*rows))
-        self._state = prefill_state(*rows, device.torch_device)
-        self._cache, self._size = cache, size
-        self._stream = device.copy_stream()
-        self._turn = 0
-        self.staged_bytes = 0
-        """Bytes copied from the host tier so far."""
-
-    def attend(self, layer: int, call: AttentionCall, staged: StagedPrefill) -> None:
-        """Attend from a sequence's queries to its keys in both tiers, its own already written.
-
-        Stream: enqueued on the current stream; copies run beside it and are joined.
-        """
-        calls = [replace(call, host=host) for host in self._hosts]
-        ready = [self._fill(layer, staged, staged.pieces[0])]
-        for at, piece in enumerate(staged.pieces):
-            is_last = at + 1 == len(staged.pieces)
-            if not is_last:
-                ready.append(self._fill(layer, staged, staged.pieces[at + 1]))
-            buffer, event = ready[at]
-            if event is not None:
-                self._stream.compute_after(event)
-            attention.paged_prefill_part(
-                calls[buffer],
-                staged.starts,
-                PrefillPart(piece.begin_key, piece.end_key, is_last=is_last, state=self._state),
-                max_query_len=staged.stop - staged.first,
-            )
-
-    def _fill(self, layer: int, staged: StagedPrefill, piece: PrefillPiece) -> tuple[int, Any]:
-        """Copy a piece's host blocks; return in which buffer, and the event behind the copy.
-
-        Behind all that is enqueued on the current stream: it wrote the newest of the blocks, and
-        reads the buffer no more, because the piece before this one is enqueued later.
-        """
-        if not piece.num_hosts:
-            return self._turn, None
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-        start, stop = piece.first_host, piece.first_host + piece.num_hosts
-        slot = start % self._size
-        self._stream.after_compute()
-        targets, sources = self._slots[slot : slot + piece.num_hosts], staged.host_ids[start:stop]
-        words, rows = self._words[self._turn], self._cache.host_rows(layer)
-        self._stream.run(partial(kv.copy_blocks, words, rows, targets, sources))
-        self.staged_bytes += piece.num_hosts * self._cache.layer_bytes
-        return self._turn, self._stream.record()
-
-
 @dataclass(frozen=True)
 class Decoder:
     """What every step needs beside its batch."""
@@ -149,6 +78,8 @@ class Decoder:
     """float32 [most rows of a step, V], written by every step."""
     stages: PrefillStages | None
     """For prefills over blocks of both tiers; None where sequences own no host blocks."""
+    decode_stages: DecodeStages | None
+    """For decodes over blocks of both tiers; likewise."""
     routers: Routers
     """How tokens find their experts."""
 
@@ -167,7 +98,7 @@ class Decoder:
         queries = min(plan.max_num_batched_tokens, PREFILL_SPLIT_MAX_QUERIES)
         sizes = spec.num_attention_heads, spec.head_dim, plan.max_model_len
         head = EMBEDDING if spec.tie_word_embeddings else HEAD
-        is_tiered = cache.host_layer(plan.kv.groups[0].layers[0]) is not None
+        buffers = StageBuffers(plan, device, cache) if cache.host_layers else None
         return cls(
             spec,
             store,
@@ -178,7 +109,8 @@ class Decoder:
             decode_workspace(rows, *sizes, at),
             prefill_workspace(queries, *sizes, at),
             torch.zeros((rows, spec.vocab_size), device=at),
-            PrefillStages(plan, spec, device, cache) if is_tiered else None,
+            None if buffers is None else PrefillStages(plan, spec, device, buffers),
+            None if buffers is None else DecodeStages(cache.host_layers, buffers),
             routers,
         )
 
@@ -197,6 +129,9 @@ class Decoder:
             assert batch.routes is not None
             batch = replace(batch, chosen=table.take(batch.routes))
         store.begin_step(batch.num_tokens)
+        if batch.ahead:
+            assert self.decode_stages is not None
+            self.decode_stages.begin_step(batch.ahead)
         hidden = self.embedding(batch.input_ids, store.outer(EMBEDDING), spec.embedding_scale)
         run = self._pre_norm_layer if spec.architecture.norms == "pre" else self._post_norm_layer
         residual: Tensor | None = None
@@ -330,11 +265,19 @@ class Decoder:
     def _attend(self, batch: Batch, index: int, step: AttentionCall) -> None:
         """Decodes by the split kernel, prefills by the varlen one; both read the cache."""
         edge, host = batch.num_decodes, self.cache.host_layer(index)
-        if edge:
+        lens = step.seq_lens if host is None or not batch.ahead else batch.near_lens
+        if edge and lens is not None:
             call = _part(step, slice(edge), slice(edge), host if batch.reads_host else None)
             attention.paged_decode_attention(
-                call, max_seq_len=batch.max_decode_len, workspace=self.workspace
+                replace(call, seq_lens=lens[:edge]),
+                max_seq_len=batch.max_decode_len,
+                workspace=self.workspace,
             )
+        for decode in batch.ahead if host is not None else ():
+            assert self.decode_stages is not None
+            own = slice(decode.row, decode.row + 1)
+            call = _part(step, own, own, host)
+            self.decode_stages.attend(call, decode, self.workspace)
         if batch.prefill_starts is not None:
             attention.paged_prefill_attention(
                 _part(step, slice(edge, None), slice(edge, batch.num_rows)),

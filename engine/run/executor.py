@@ -78,6 +78,7 @@ class DeviceFlight:
     h2d_bytes: int
     in_place_bytes: int
     kv_in_place_bytes: int
+    kv_copied_bytes: int
     used_graph: bool
     scored: tuple[ScoredPart, ...] = ()
     recorded: Recorded | None = None
@@ -171,7 +172,8 @@ class DeviceExecutor:
         Stream: enqueued on the current stream; waits for nothing.
         """
         copied, in_place = self.copied_bytes, self.in_place_bytes
-        kv_in_place, graph_steps = self.kv_in_place_bytes, self.graph_steps
+        kv_in_place, kv_copied = self.kv_in_place_bytes, self.kv_copied_bytes
+        graph_steps = self.graph_steps
         batch = self.prepare(plan, self.sampler.tokens)
         scored = self._scored(plan)
         if scored:
@@ -194,6 +196,7 @@ class DeviceExecutor:
             h2d_bytes=self.copied_bytes - copied,
             in_place_bytes=self.in_place_bytes - in_place,
             kv_in_place_bytes=self.kv_in_place_bytes - kv_in_place,
+            kv_copied_bytes=self.kv_copied_bytes - kv_copied,
             used_graph=self.graph_steps > graph_steps,
             scored=scored,
             recorded=recorded,
@@ -329,6 +332,8 @@ class DeviceExecutor:
             return
         self._run(batches.padding_unknown(reads_host=True))
         self._run(batches.padding_staged(batches.tiered))
+        if batches.tiered.copies_ahead:
+            self._run(batches.padding_ahead())
         batches.forget_tables()
         if self._decoder.stages is not None:
             self._decoder.stages.staged_bytes = 0
@@ -346,6 +351,11 @@ class DeviceExecutor:
     def kv_in_place_bytes(self) -> int:
         """Keys and values that decodes read in the host tier so far."""
         return self._batches.kv_in_place_bytes
+
+    @property
+    def kv_copied_bytes(self) -> int:
+        """Keys and values copied from the host tier ahead of decodes so far."""
+        return self._batches.kv_copied_bytes
 
     @property
     def staged_prefill_bytes(self) -> int:

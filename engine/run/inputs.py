@@ -20,8 +20,9 @@ from engine.plan.sizes import (
     pad_batch,
     padded_prefill,
 )
+from engine.run.ahead import AheadDecode, DecodePiece, cut_ahead
 from engine.schedule.step import ScheduledSequence, StepPlan
-from kernels.sizes import PREFILL_PART_KEYS
+from kernels.sizes import DECODE_SPLIT_TOKENS, PREFILL_PART_KEYS
 
 ALIGN_BYTES = 64
 NO_HOST_TIER = 2**31 - 1
@@ -145,6 +146,11 @@ class Batch:
     """int64 [T]: rows of the table of experts; None: the routers choose."""
     chosen: torch.Tensor | None = None
     """int32 [L, T, k]: what the table says of each layer with experts; None: the routers choose."""
+    ahead: tuple[AheadDecode, ...] = ()
+    """Decodes whose host blocks are copied to the GPU, in the order of their rows."""
+    near_lens: torch.Tensor | None = None
+    """int32 [decodes]: their `seq_lens`, but 0 of those in `ahead`; None: there are no others, or
+    none in `ahead`."""
     scored: tuple[tuple[range, Callable[[torch.Tensor], None]], ...] = ()
     """Tokens whose logits are wanted beside those, and what takes them, float32 [n, V], in parts;
     they are overwritten afterwards."""
@@ -346,6 +352,10 @@ class StepInputs:
         self._used_width = max(self._used_width, blocks.shape[0])
         self._tables[0].write_once(row, blocks)
 
+    def table_row(self, row: int, num_blocks: int) -> np.ndarray:
+        """Return the first blocks of a row of the first group as last written, int32."""
+        return self._tables[0].host[row, :num_blocks]
+
     def num_hosts(self, row: int) -> int:
         """Return how many blocks of a row's sequence lie in the host tier; of `set_table` only."""
         return self._tables[0].num_hosts[row]
@@ -403,10 +413,17 @@ class TieredInputs:
         self.num_gpu = group.num_gpu_blocks
         """Blocks on the GPU; those of the host tier have the numbers from it on."""
         self.block_size, self.block_bytes = plan.block_size, group.block_bytes
+        self.layer_bytes = group.layer_bytes
         self.stage_blocks = host.stage_blocks
         """Blocks that a staging buffer holds."""
         self.width = min(-(-plan.max_model_len // plan.block_size), group.num_in_place)
         """Most blocks of a sequence in the host tier."""
+        self._copies = host.copy_ahead
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether a decode's host blocks may be copied ahead."""
+        return self._copies is not None and self.width > 0
 
     def split(
         self, prefills: SequenceOf[ScheduledSequence]
@@ -479,6 +496,32 @@ class TieredInputs:
             pieces=pieces,
         )
 
+    def copy_ahead(
+        self, inputs: StepInputs, decodes: SequenceOf[ScheduledSequence], read_bytes: int
+    ) -> tuple[AheadDecode, ...]:
+        """Return the decodes whose host blocks are to be copied, their tables being written anew.
+
+        `read_bytes` are those of the step in the host tier.
+        """
+        if self._copies is None or not read_bytes or read_bytes < self._copies.step_bytes:
+            return ()
+        found = []
+        for row, item in enumerate(decodes):
+            if not inputs.num_hosts(row):
+                continue
+            pieces, table = cut_ahead(
+                inputs.table_row(row, -(-item.stop // self.block_size)),
+                item.stop,
+                self.block_size,
+                self.num_gpu,
+                stage_blocks=self.stage_blocks,
+                least_run=-(-self._copies.run_bytes // self.layer_bytes),
+            )
+            if any(piece.runs for piece in pieces):
+                inputs.set_staged_table(row, table)
+                found.append(AheadDecode(row, pieces))
+        return tuple(found)
+
     def read_bytes(self, inputs: StepInputs, decodes: SequenceOf[ScheduledSequence]) -> int:
         """Return the bytes that decodes read in the host tier, their tables being written."""
         size, tokens = self.block_size, 0
@@ -525,6 +568,8 @@ class BatchBuilder:
         """Shape of the newest batch; None: padded to none."""
         self.kv_in_place_bytes = 0
         """Keys and values that decodes read in the host tier so far."""
+        self.kv_copied_bytes = 0
+        """Keys and values that were copied from it for decodes so far."""
         self.first_rows: dict[int, int] = {}
         """Where the tokens of each prompt's part begin in the newest batch, by seq_id."""
 
@@ -541,11 +586,15 @@ class BatchBuilder:
         if self._plan.graph_sizes:
             size = pad_batch(size)
         self.inputs.begin(size, size)
-        reads_host = self._fill_decodes(plan.decodes, size)
+        read_bytes = self._fill_decodes(plan.decodes, size)
+        ahead = self._copy_ahead(plan.decodes, read_bytes)
+        near_lens = self._near_lens(plan.decodes, size, ahead)
         self.inputs.send(tokens)
-        self.shape = StepShape(size, 0, reads_host)
-        longest = max(item.stop for item in plan.decodes)
-        return self._batch(size, longest, reads_host=reads_host)
+        longest, reads_host = max(item.stop for item in plan.decodes), read_bytes > 0
+        if not ahead:
+            self.shape = StepShape(size, 0, reads_host)
+        batch = self._batch(size, longest, reads_host=reads_host)
+        return replace(batch, ahead=ahead, near_lens=near_lens)
 
     def _prepare_prefills(self, plan: StepPlan, tokens: torch.Tensor | None) -> Batch:
         """Prompts beside decodes; padded where a graph holds so many and none is staged."""
@@ -562,7 +611,10 @@ class BatchBuilder:
             rows, num_tokens = padded
             num_prefills, most_tokens = PREFILL_SEQUENCES, num_tokens
         inputs.begin(rows + num_tokens, rows + num_prefills)
-        reads_host = self._fill_decodes(plan.decodes, rows)
+        read_bytes = self._fill_decodes(plan.decodes, rows)
+        reads_host = read_bytes > 0
+        # Prefills take the buffers that decodes would be copied into.
+        ahead = () if staged else self._copy_ahead(plan.decodes, read_bytes)
         starts = self._fill_prefills(order, rows)
         self._fill_padding(rows + starts[-1], rows + num_tokens)
         inputs.lens.host[rows + len(order) :] = 0
@@ -571,7 +623,7 @@ class BatchBuilder:
         last = {id(item): rows + end - 1 for item, end in zip(order, starts[1:], strict=True)}
         wanted = [*range(len(plan.decodes)), *(last[id(x)] for x in plan.prefills if x.samples)]
         if padded is not None:
-            self.shape = StepShape(*padded, reads_host)
+            self.shape = None if ahead else StepShape(*padded, reads_host)
             wanted += [0] * (self._num_wanted(rows) - len(wanted))
         begun = starts[: len(plain) + 1] + starts[-1:] * (num_prefills - len(order))
         longest = max((item.stop for item in plan.decodes), default=0)
@@ -590,6 +642,8 @@ class BatchBuilder:
                 for row, ((item, places), start) in enumerate(parts, rows + len(plain))
             ]
             batch = replace(batch, staged=tuple(found))
+        near_lens = self._near_lens(plan.decodes, rows, ahead)
+        batch = replace(batch, ahead=ahead, near_lens=near_lens)
         inputs.send(tokens)
         return batch
 
@@ -624,8 +678,36 @@ class BatchBuilder:
             routes=None if inputs.routes is None else inputs.routes.device,
         )
 
-    def _fill_decodes(self, decodes: SequenceOf[ScheduledSequence], size: int) -> bool:
-        """Write decodes, then padding up to `size` rows; return whether one reads the host tier."""
+    def _copy_ahead(
+        self, decodes: SequenceOf[ScheduledSequence], read_bytes: int
+    ) -> tuple[AheadDecode, ...]:
+        """Choose the decodes whose host blocks are copied; count what is copied and read there."""
+        if self.tiered is None:
+            return ()
+        ahead = self.tiered.copy_ahead(self.inputs, decodes, read_bytes)
+        copied = sum(decode.num_copied for decode in ahead) * self.tiered.block_bytes
+        self.kv_copied_bytes += copied
+        self.kv_in_place_bytes += read_bytes - copied
+        return ahead
+
+    def _near_lens(
+        self,
+        decodes: SequenceOf[ScheduledSequence],
+        size: int,
+        ahead: tuple[AheadDecode, ...],
+    ) -> torch.Tensor | None:
+        """Send the lengths of `size` rows of decodes without those in `ahead`, if there are any."""
+        if not ahead or len(ahead) == len(decodes):
+            return None
+        lens = self.inputs.lens.host[:size].copy()
+        lens[[decode.row for decode in ahead]] = 0
+        return self.inputs.add(lens, torch.int32)
+
+    def _fill_decodes(self, decodes: SequenceOf[ScheduledSequence], size: int) -> int:
+        """Write decodes, then padding up to `size` rows; return what they read in the host tier.
+
+        Bytes.
+        """
         inputs, block_size = self.inputs, self._plan.block_size
         positions: list[int] = []
         for row, item in enumerate(decodes):
@@ -648,9 +730,7 @@ class BatchBuilder:
             ]
         self._fill_routes(decodes, 0)
         inputs.lens.host[:count] = inputs.positions.host[:count] + 1
-        read_bytes = 0 if self.tiered is None else self.tiered.read_bytes(inputs, decodes)
-        self.kv_in_place_bytes += read_bytes
-        return read_bytes > 0
+        return 0 if self.tiered is None else self.tiered.read_bytes(inputs, decodes)
 
     def _fill_padding(self, start: int, stop: int) -> None:
         """Write tokens that go nowhere."""
@@ -743,6 +823,26 @@ class BatchBuilder:
         staged = tiered.padding(self.inputs, count, longest)
         self.inputs.send(None)
         return replace(batch, staged=(staged,))
+
+    def padding_ahead(self) -> Batch:
+        """Return a decode of one row of padding, with a key in the host tier that is copied.
+
+        Block tables name it until `forget_tables`.
+        """
+        assert self.tiered is not None
+        longest = min(DECODE_SPLIT_TOKENS + 1, self._plan.max_model_len)
+        self._begin_padding(1, 1, longest)
+        table = np.zeros(-(-longest // self._plan.block_size), dtype=np.int64)
+        table[0] = self.tiered.num_gpu
+        self.inputs.set_staged_table(0, table)
+        self.inputs.send(None)
+        cuts = (
+            DecodePiece(0, DECODE_SPLIT_TOKENS, ((0, 1),)),
+            DecodePiece(DECODE_SPLIT_TOKENS, longest),
+        )
+        pieces = tuple(piece for piece in cuts if piece.begin_key < longest)
+        batch = self._batch(1, longest, reads_host=True)
+        return replace(batch, ahead=(AheadDecode(0, pieces),))
 
     def forget_tables(self) -> None:
         """Let padding of later steps name blocks that are there.

@@ -335,7 +335,7 @@ def _rows(
         queue = _row(FOR_QUEUE, _auto_overrides(planner), other, spec, facts)
         if queue.queue_tokens_s > chosen.queue_tokens_s:
             yield queue
-    if none.plan is not None and (none.predicted["host_kv"] or {}).get("in_place_bytes"):
+    if none.plan is not None and (none.predicted["host_kv"] or {}).get("host_bytes"):
         # Keys and values that a long sequence reads over the link each step may cost more than
         # weights that leave them room.
         config = replace(bare, planner=auto, kv=base.kv.without_host_tier())

@@ -29,8 +29,22 @@ from kernels.sizes import LEAST_CAPABILITY
 COPY_BYTES = 256 * 2**20
 EMULATED_COPY_BYTES = 32 * 2**20
 REPEATS = 20
-RATES = ("h2d_gb_s", "d2h_gb_s", "two_way_gb_s", "in_place_gb_s", "hbm_copy_gb_s", "launch_us")
+RATES = (
+    "h2d_gb_s",
+    "d2h_gb_s",
+    "two_way_gb_s",
+    "in_place_gb_s",
+    "rows_gb_s",
+    "rows_overhead_s",
+    "hbm_copy_gb_s",
+    "launch_us",
+)
 """Names of what is probed."""
+ROW_BYTES: Final = 2**16
+ROW_DISTANCE: Final = 2**20
+"""From the beginning of one row to the next."""
+LONG_RUN, SHORT_RUN = 512, 16
+"""Rows of a copy."""
 LAUNCHES = 500
 """Between two looks at the clock; fewer than fill the driver's queue."""
 HBM_COPIES = 8
@@ -40,7 +54,10 @@ HBM_COPIES = 8
 def probe_link(device: str = "auto") -> dict[str, float | None]:
     """Return GB/s (10^9) of copies: host to device, back, both at once, in place, within HBM.
 
-    And `launch_us`, what the host takes to launch one small kernel: the median of 20 rounds of 500.
+    `rows_gb_s` is that of copies of 512 rows of 64 KiB that lie apart, as one layer of neighbouring
+    host blocks does, and `rows_overhead_s` what such a copy takes beside its bytes, from copies of
+    16 rows in a row. And `launch_us`, what the host takes to launch one small kernel: the median of
+    20 rounds of 500.
 
     Medians of 20 copies of 256 MiB from registered memory, after two warm-ups; within HBM of 8 such
     copies in a row. In place is an elementwise kernel that reads registered host memory and writes
@@ -152,9 +169,32 @@ def _rates(
         "in_place_gb_s": (
             None if view is None else _rate(lambda: _read_in_place(view, gpu_in), COPY_BYTES)
         ),
+        **_row_rates(opened, host, gpu_in),
         "hbm_copy_gb_s": _rate(within, HBM_COPIES * 2 * COPY_BYTES),
         "launch_us": _launch_us(opened, gpu_in[:32]),
     }
+
+
+def _row_rates(opened: Device, host: torch.Tensor, gpu: torch.Tensor) -> dict[str, float]:
+    """Measure copies of rows that lie apart: the rate of long ones, what each adds to its bytes."""
+    rows = host.view(-1, ROW_DISTANCE)[:, :ROW_BYTES]
+    targets, stream = gpu.view(-1, ROW_BYTES), opened.copy_stream()
+
+    def rate(run: int) -> float:
+        """GB/s of copies of so many rows, one behind the other."""
+
+        def work() -> None:
+            stream.after_compute()
+            for first in range(0, targets.shape[0], run):
+                source = first % rows.shape[0]
+                stream.copy_rows(targets[first : first + run], rows[source : source + run])
+            stream.compute_after(stream.record())
+
+        return _rate(work, targets.numel())
+
+    long_gb_s, short_gb_s = rate(LONG_RUN), rate(SHORT_RUN)
+    overhead_s = SHORT_RUN * ROW_BYTES * 1e-9 * (1 / short_gb_s - 1 / long_gb_s)
+    return {"rows_gb_s": long_gb_s, "rows_overhead_s": max(0.0, overhead_s)}
 
 
 def _read_in_place(view: torch.Tensor, target: torch.Tensor) -> None:

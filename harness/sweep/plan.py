@@ -281,10 +281,11 @@ def _host_kv(row: Row) -> Iterator[str]:
     found = row.predicted["host_kv"]
     if found is None:
         return
-    far = f", {found['in_place_bytes'] / GIB:.2f} GiB of KV read in place"
+    way = "copied ahead" if found["is_copied"] else "read in place"
+    far = f", {found['host_bytes'] / GIB:.2f} GiB of KV {way}"
     yield (
         f"a sequence of {found['context_tokens']:,} tokens: {number(found['decode_step_ms'])} ms "
-        f"a token{far if found['in_place_bytes'] else ''}; a prefix of {found['prefix_tokens']:,} "
+        f"a token{far if found['host_bytes'] else ''}; a prefix of {found['prefix_tokens']:,} "
         f"comes from the host in {number(found['prefix_load_ms'])} ms, computed in "
         f"{number(found['prefix_compute_ms'])} ms"
     )

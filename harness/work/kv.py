@@ -41,6 +41,7 @@ COLUMNS: Final = (
     "moved.stored_bytes",
     "moved.loaded_bytes",
     "in_place_bytes",
+    "copied_ahead_bytes",
 )
 """Columns of a row, behind its time."""
 COUNTED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -63,10 +64,16 @@ MOVED: Final[Mapping[str, str]] = {
     "kv/stored_gib": "moved.stored_bytes",
     "kv/loaded_gib": "moved.loaded_bytes",
     "kv/in_place_gib": "in_place_bytes",
+    "kv/copied_ahead_gib": "copied_ahead_bytes",
     "kv/staged_prefill_gib": "staged_prefill_bytes",
 }
 """Metric -> the engine's counter of bytes."""
-TO_DEVICE: Final = ("moved.loaded_bytes", "in_place_bytes", "staged_prefill_bytes")
+TO_DEVICE: Final = (
+    "moved.loaded_bytes",
+    "in_place_bytes",
+    "copied_ahead_bytes",
+    "staged_prefill_bytes",
+)
 """Counters of bytes that cross the link from host to device."""
 
 

@@ -363,7 +363,7 @@ def _decode_at(tiers: Tiers, total: int, steps: int) -> Figures:
     while tiers.driver.has_unfinished:
         gaps.add(tiers.driver.step())
     timed = gaps.seconds[:steps]
-    names = ("h2d_bytes", "in_place_bytes", "kv_in_place_bytes")
+    names = ("h2d_bytes", "in_place_bytes", "kv_in_place_bytes", "kv_copied_bytes")
     moved = {name: median(getattr(step, name) for step in gaps.stats) for name in names}
     return {
         "total": total,

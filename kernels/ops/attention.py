@@ -1,4 +1,4 @@
-"""Attention over a paged cache: of one query a sequence, of many, of many to part of the keys.
+"""Attention over a paged cache: of one query a sequence, of many, to all of the keys or to a part.
 
 Shape letters: T tokens, S sequences, M blocks per sequence, B blocks, P tokens per block,
 N query heads, K KV heads, H head size.
@@ -6,7 +6,13 @@ N query heads, K KV heads, H head size.
 
 import torch
 
-from kernels.arguments import AttentionCall, DecodeWorkspace, PrefillPart, PrefillWorkspace
+from kernels.arguments import (
+    AttentionCall,
+    DecodePart,
+    DecodeWorkspace,
+    PrefillPart,
+    PrefillWorkspace,
+)
 from kernels.ops.checks import (
     KernelArgumentError,
     check_dims,
@@ -15,7 +21,12 @@ from kernels.ops.checks import (
     check_tensor,
 )
 from kernels.ref import attention as ref
-from kernels.sizes import PREFILL_PART_KEYS, decode_num_splits, prefill_partial_rows
+from kernels.sizes import (
+    DECODE_SPLIT_TOKENS,
+    PREFILL_PART_KEYS,
+    decode_num_splits,
+    prefill_partial_rows,
+)
 
 # Triton is imported by the first call on a GPU: machines without one need not have it.
 # ruff: noqa: PLC0415
@@ -38,10 +49,7 @@ def paged_decode_attention(
             None. Read by no other call until this one is done. The CPU needs none.
     """
     name = "paged_decode_attention"
-    _check_call(name, call)
-    if call.seq_lens.shape[0] != call.q.shape[0]:
-        expected = f"{call.q.shape[0]} lengths"
-        raise KernelArgumentError(f"{name}.seq_lens", expected, f"{call.seq_lens.shape[0]}")
+    _check_decode(name, call)
     if workspace is not None:
         _check_decode_workspace(name, call.q, workspace, max_seq_len)
     if call.q.is_cuda:
@@ -50,6 +58,32 @@ def paged_decode_attention(
         decode_attention.paged_decode_attention(call, max_seq_len=max_seq_len, workspace=workspace)
         return
     ref.paged_decode_attention(call)
+
+
+def paged_decode_part(call: AttentionCall, part: DecodePart) -> None:
+    """Attend as paged_decode_attention does, to a part of the keys at a time.
+
+    The parts of a call follow each other: the first begins at key 0, each other where the one
+    before ended, and the last holds the last key of every sequence. Together they give the bits of
+    one call of paged_decode_attention. Table entries of blocks without a key of the part are not
+    read. Nothing is allocated on a GPU.
+
+    Args:
+        call: as paged_decode_attention's, with the keys of all parts, at least one a sequence;
+            window is None. Each part may have another host, and other numbers of its blocks.
+        part: the keys that are attended to, and where partial results are kept.
+    """
+    name = "paged_decode_part"
+    _check_decode(name, call)
+    if call.window is not None:
+        raise KernelArgumentError(f"{name}.window", "None", f"{call.window}")
+    _check_decode_part(name, call.q, part)
+    if call.q.is_cuda:
+        from kernels.triton import decode_attention
+
+        decode_attention.paged_decode_part(call, part)
+        return
+    ref.paged_decode_part(call, part)
 
 
 def paged_prefill_attention(
@@ -164,6 +198,14 @@ def _check_call(name: str, call: AttentionCall) -> None:
         check_host(f"{name}.host", call.host, k_cache, call.v_cache)
 
 
+def _check_decode(name: str, call: AttentionCall) -> None:
+    """Raise as _check_call does, and unless there is a length for each query."""
+    _check_call(name, call)
+    if call.seq_lens.shape[0] != call.q.shape[0]:
+        expected = f"{call.q.shape[0]} lengths"
+        raise KernelArgumentError(f"{name}.seq_lens", expected, f"{call.seq_lens.shape[0]}")
+
+
 def _check_query_starts(name: str, call: AttentionCall, query_starts_S1: torch.Tensor) -> None:
     """Raise unless there is a first query of each sequence, and one behind the last."""
     shape = (call.seq_lens.shape[0] + 1,)
@@ -195,6 +237,20 @@ def _check_prefill_workspace(name: str, q_TNH: torch.Tensor, workspace: PrefillW
         raise KernelArgumentError(what, f"room for {rows} x {size}", f"{tuple(partial.shape)}")
     if partial.device != q_TNH.device:
         raise KernelArgumentError(what, f"tensors on {q_TNH.device}", f"{partial.device}")
+
+
+def _check_decode_part(name: str, q_SNH: torch.Tensor, part: DecodePart) -> None:
+    """Raise unless a part of the keys of decodes is made of whole splits that have room."""
+    begin_key, end_key = part.begin_key, part.end_key
+    if begin_key < 0 or begin_key % DECODE_SPLIT_TOKENS:
+        expected = f"a multiple of {DECODE_SPLIT_TOKENS}"
+        raise KernelArgumentError(f"{name}.begin_key", expected, f"{begin_key}")
+    if end_key <= begin_key:
+        raise KernelArgumentError(f"{name}.end_key", f"more than {begin_key}", f"{end_key}")
+    if end_key % DECODE_SPLIT_TOKENS and not part.is_last:
+        expected = f"a multiple of {DECODE_SPLIT_TOKENS} in all parts but the last"
+        raise KernelArgumentError(f"{name}.end_key", expected, f"{end_key}")
+    _check_decode_workspace(name, q_SNH, part.workspace, end_key)
 
 
 def _check_part(name: str, q_TNH: torch.Tensor, part: PrefillPart) -> None:

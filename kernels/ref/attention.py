@@ -1,39 +1,89 @@
 """Twins of attention over a paged cache, scores and sums in float32.
 
-Decode goes one sequence after the other. Prefill takes tiles of keys in order, with running sums; a
-part of the keys takes the same tiles as the whole does, so that parts give the same bits.
+Decode goes one sequence after the other and adds the results of fixed splits of its keys. Prefill
+takes tiles of keys in order, with running sums. A part of the keys takes the same splits or tiles
+as the whole does, so that parts give the same bits.
 
 Shape letters: T tokens, S sequences, M blocks per sequence, N query heads, K KV heads, G query
 heads of one KV head, H head size, P tokens per block, L tokens of one sequence, n queries taken
 together.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
-from kernels.arguments import AttentionCall, PrefillPart, PrefillState, prefill_state
-from kernels.sizes import PREFILL_PART_KEYS
+from kernels.arguments import (
+    AttentionCall,
+    DecodePart,
+    PrefillPart,
+    PrefillState,
+    prefill_state,
+)
+from kernels.sizes import DECODE_SPLIT_TOKENS, PREFILL_PART_KEYS, decode_num_splits
 
 QUERY_CHUNK_TOKENS = 128
 """Queries that are taken together; bounds the mask and skips keys that none may see."""
 _TILE = PREFILL_PART_KEYS
+_LOG2_E = math.log2(math.e)
 
 
 def paged_decode_attention(call: AttentionCall) -> None:
     """Twin of kernels.ops.attention.paged_decode_attention."""
-    num_kv_heads, head_size = call.k_cache.shape[1], call.k_cache.shape[3]
     for index, seq_len in enumerate(call.seq_lens.tolist()):
         if seq_len == 0:
             call.out[index] = 0
             continue
-        first = _first_key(seq_len - 1, call.window)
-        keys, values = (rows[None] for rows in _rows(call, index, first, seq_len))
-        # All query heads of one KV head attend as rows of one product: no key is repeated.
-        query = call.q[index].float().reshape(1, num_kv_heads, -1, head_size)
-        attended = functional.scaled_dot_product_attention(query, keys, values, scale=call.scale)
-        call.out[index] = attended.reshape(-1, head_size)
+        first, splits = _first_key(seq_len - 1, call.window), []
+        for begin in range(
+            first // DECODE_SPLIT_TOKENS * DECODE_SPLIT_TOKENS, seq_len, DECODE_SPLIT_TOKENS
+        ):
+            end = min(begin + DECODE_SPLIT_TOKENS, seq_len)
+            splits.append(_attend_split(call, index, max(begin, first), end))
+        call.out[index] = _sum_of_splits(*map(torch.stack, zip(*splits, strict=True)))
+
+
+def paged_decode_part(call: AttentionCall, part: DecodePart) -> None:
+    """Twin of kernels.ops.attention.paged_decode_part."""
+    partial, logsumexp = part.workspace.partial, part.workspace.logsumexp
+    for index, seq_len in enumerate(call.seq_lens.tolist()):
+        for begin in range(part.begin_key, min(part.end_key, seq_len), DECODE_SPLIT_TOKENS):
+            end, split = min(begin + DECODE_SPLIT_TOKENS, seq_len), begin // DECODE_SPLIT_TOKENS
+            attended, lse = _attend_split(call, index, begin, end)
+            partial[index, :, split], logsumexp[index, :, split] = attended, lse
+        if part.is_last:
+            count = decode_num_splits(seq_len)
+            parts, lse = partial[index].transpose(0, 1), logsumexp[index].t()
+            call.out[index] = _sum_of_splits(parts[:count].contiguous(), lse[:count].contiguous())
+
+
+def _attend_split(
+    call: AttentionCall, index: int, begin: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to keys begin to end - 1; return the result [N, H] and base-2 logarithms [N]."""
+    num_kv_heads, head_size = call.k_cache.shape[1], call.k_cache.shape[3]
+    keys, values = _rows(call, index, begin, end)
+    # All query heads of one KV head attend as rows of one product: no key is repeated.
+    query = call.q[index].float().reshape(num_kv_heads, -1, head_size)
+    scores = (query @ keys.transpose(1, 2)) * (call.scale * _LOG2_E)
+    row_max = scores.amax(2, keepdim=True)
+    weights = torch.exp2(scores - row_max)
+    row_sum = weights.sum(2, keepdim=True)
+    attended = (weights @ values) / row_sum
+    return attended.reshape(-1, head_size), (row_max + row_sum.log2()).flatten()
+
+
+def _sum_of_splits(partial_CNH: torch.Tensor, lse_CN: torch.Tensor) -> torch.Tensor:
+    """Add the results of splits in their order, [N, H], each by its softmax denominator."""
+    if partial_CNH.shape[0] == 1:
+        return partial_CNH[0]
+    weights = torch.exp2(lse_CN - lse_CN.amax(0))
+    total, acc = torch.zeros_like(weights[0]), torch.zeros_like(partial_CNH[0])
+    for attended, weight in zip(partial_CNH, weights, strict=True):
+        total = total + weight
+        acc = acc + attended * weight[:, None]
+    return acc / total[:, None]
 
 
 def paged_prefill_attention(call: AttentionCall, query_starts_S1: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 With a window, splits that lie wholly before it are skipped. A sequence of one split needs no sum;
 otherwise the last program of a sequence and KV head to be done adds the partial results, in the
-order of the splits.
+order of the splits. Of a part of the keys at a time, the last part's programs do that.
 
 Shape letters: S sequences, M blocks per sequence, N query heads, K KV heads, G query heads of one
 KV head, H head size, P tokens per block, C splits of a sequence.
@@ -11,7 +11,13 @@ KV head, H head size, P tokens per block, C splits of a sequence.
 import triton
 import triton.language as tl
 
-from kernels.arguments import AttentionCall, DecodeWorkspace, HostCache, decode_workspace
+from kernels.arguments import (
+    AttentionCall,
+    DecodePart,
+    DecodeWorkspace,
+    HostCache,
+    decode_workspace,
+)
 from kernels.triton.dependent import launch_options, release, wait
 from kernels.triton.tiers import block_starts
 from kernels.triton.tiles import DecodeTile, decode_tile
@@ -68,7 +74,15 @@ def _sum_of_splits(
 # Slices of the index tensors start at any multiple of 4 bytes and widths vary; one compiled variant
 # serves them all, so that none is compiled in the middle of a run.
 @triton.jit(
-    do_not_specialize=["stride_table", "stride_lse_seq", "stride_lse_head", "num_blocks"],
+    do_not_specialize=[
+        "stride_table",
+        "stride_lse_seq",
+        "stride_lse_head",
+        "num_blocks",
+        "part_begin",
+        "part_end",
+        "is_last",
+    ],
     do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def _decode_kernel(
@@ -85,6 +99,9 @@ def _decode_kernel(
     counters,
     out,
     scale_log2,
+    part_begin,
+    part_end,
+    is_last,
     stride_q_seq,
     stride_q_head,
     stride_k_block,
@@ -115,8 +132,10 @@ def _decode_kernel(
     SPLITS_PER_STEP: tl.constexpr,
     WINDOW: tl.constexpr,
     TIERED: tl.constexpr,
+    PART: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """Splits part_begin to part_end - 1 with PART, whose sum is added if is_last; else all."""
     if OVERLAPS:
         wait()
         release()
@@ -128,15 +147,20 @@ def _decode_kernel(
     if WINDOW > 0:
         first_seen = tl.maximum(seq_len - WINDOW, 0)
     begin_split = first_seen // SPLIT
+    first_own = begin_split
+    stop_split = num_splits
+    if PART:
+        first_own = part_begin
+        stop_split = tl.minimum(num_splits, part_end)
     place = tl.program_id(2)
     if TIERED:
         # Programs start in their order. Taking splits from both ends in turn starts those of the
         # link early, whichever end they lie at, and others beside them.
-        taken = tl.minimum(num_splits - begin_split, tl.num_programs(2))
+        taken = tl.minimum(stop_split - first_own, tl.num_programs(2))
         if place < taken:
             place = tl.where(place % 2 == 0, place // 2, taken - 1 - place // 2)
-    first_split = begin_split + place
-    if first_split >= tl.maximum(num_splits, 1):
+    first_split = first_own + place
+    if first_split >= tl.maximum(stop_split, 1):
         return
 
     rows = (tl.program_id(1) % ROW_TILES) * ROWS + tl.arange(0, ROWS)
@@ -164,7 +188,7 @@ def _decode_kernel(
         host_k_start += kv_head * stride_k_head
         host_v_start += kv_head * stride_v_head
 
-    for split in range(first_split, num_splits, tl.num_programs(2)):
+    for split in range(first_split, stop_split, tl.num_programs(2)):
         start = split * SPLIT
         end = tl.minimum(start + SPLIT, seq_len)
         row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
@@ -221,11 +245,14 @@ def _decode_kernel(
             tl.store(partial_rows + split * stride_partial_split, attended, mask=is_element)
             tl.store(lse_rows + split, row_max + tl.log2(row_sum), mask=is_row)
 
-    if num_splits - begin_split > 1:
+    adds = num_splits - begin_split > 1
+    if PART:
+        adds = adds & (is_last != 0)
+    if adds:
         # All of this program's stores come before its count, and all counts before the sum.
         tl.debug_barrier()
         counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        num_counting = tl.minimum(num_splits - begin_split, tl.num_programs(2))
+        num_counting = tl.minimum(stop_split - first_own, tl.num_programs(2))
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_counting - 1:
             # Rows that only fill up the product's tile are left out here.
             sum_rows = (tl.program_id(1) % ROW_TILES) * ROWS + tl.arange(0, SUM_ROWS)
@@ -259,30 +286,56 @@ def paged_decode_attention(
     tile: DecodeTile | None = None,
 ) -> None:
     """Launch kernels.ops.attention.paged_decode_attention; with another tile to measure one."""
-    q_SNH, k_cache, v_cache, out = call.q, call.k_cache, call.v_cache, call.out
-    block_tables_SM, seq_lens_S = call.block_tables, call.seq_lens
-    num_seqs, num_heads, head_size = q_SNH.shape
+    num_seqs, num_heads, head_size = call.q.shape
     if num_seqs == 0:
         return
     if workspace is None:
-        workspace = decode_workspace(num_seqs, num_heads, head_size, max_seq_len, q_SNH.device)
+        workspace = decode_workspace(num_seqs, num_heads, head_size, max_seq_len, call.q.device)
+    tile = tile or decode_tile(head_size, call.k_cache.dtype)
+    num_splits = -(-max_seq_len // tile.split)
+    if call.window is not None:
+        # A window may start and end within a split.
+        num_splits = min(num_splits, -(-call.window // tile.split) + 1)
+    _launch(call, workspace, tile, num_splits, None)
+
+
+def paged_decode_part(call: AttentionCall, part: DecodePart) -> None:
+    """Launch kernels.ops.attention.paged_decode_part."""
+    if call.q.shape[0] == 0:
+        return
+    tile = decode_tile(call.q.shape[2], call.k_cache.dtype)
+    num_splits = -(-(part.end_key - part.begin_key) // tile.split)
+    _launch(call, part.workspace, tile, num_splits, part)
+
+
+def _power_of_2(size: int) -> int:
+    """Return the next power of 2; Triton's own costs a launch of few programs some microseconds."""
+    return 1 << (size - 1).bit_length()
+
+
+def _launch(
+    call: AttentionCall,
+    workspace: DecodeWorkspace,
+    tile: DecodeTile,
+    num_splits: int,
+    part: DecodePart | None,
+) -> None:
+    """Launch the kernel for at most so many splits of a sequence: of all, or of a part's."""
+    q_SNH, k_cache, v_cache, out = call.q, call.k_cache, call.v_cache, call.out
+    block_tables_SM, seq_lens_S = call.block_tables, call.seq_lens
+    num_seqs, num_heads, head_size = q_SNH.shape
     partial, logsumexp = workspace.partial, workspace.logsumexp
     num_kv_heads, tokens_per_block = k_cache.shape[1], k_cache.shape[2]
     group = num_heads // num_kv_heads
-    rows = max(_MIN_DOT_ROWS, min(_MAX_DOT_ROWS, triton.next_power_of_2(group)))
-    row_tiles = triton.cdiv(group, rows)
-    sum_rows = min(rows, triton.next_power_of_2(group))
+    rows = max(_MIN_DOT_ROWS, min(_MAX_DOT_ROWS, _power_of_2(group)))
+    row_tiles = -(-group // rows)
+    sum_rows = min(rows, _power_of_2(group))
     head_programs = num_kv_heads * row_tiles
-    tile = tile or decode_tile(head_size, k_cache.dtype)
-    num_splits = triton.cdiv(max_seq_len, tile.split)
-    if call.window is not None:
-        # A window may start and end within a split.
-        num_splits = min(num_splits, triton.cdiv(call.window, tile.split) + 1)
-    split_programs = triton.cdiv(_MAX_PROGRAMS, num_seqs * head_programs)
+    split_programs = -(-_MAX_PROGRAMS // (num_seqs * head_programs))
     if call.host is not None:
-        split_programs = max(split_programs, triton.cdiv(_MIN_HOST_PROGRAMS, head_programs))
+        split_programs = max(split_programs, -(-_MIN_HOST_PROGRAMS // head_programs))
     split_programs = min(max(1, num_splits), split_programs)
-    padded = max(16, triton.next_power_of_2(head_size))
+    padded = max(16, _power_of_2(head_size))
     beside = call.host or HostCache(k_cache, v_cache)
     _decode_kernel[(num_seqs, head_programs, split_programs)](
         q_SNH,
@@ -298,6 +351,9 @@ def paged_decode_attention(
         workspace.counters,
         out,
         call.scale * _LOG2_E,
+        0 if part is None else part.begin_key // tile.split,
+        0 if part is None else -(-part.end_key // tile.split),
+        0 if part is None else int(part.is_last),
         q_SNH.stride(0),
         q_SNH.stride(1),
         k_cache.stride(0),
@@ -328,6 +384,7 @@ def paged_decode_attention(
         SPLITS_PER_STEP=tile.sum_splits(sum_rows),
         WINDOW=call.window or 0,
         TIERED=call.host is not None,
+        PART=part is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch_options(q_SNH.device),

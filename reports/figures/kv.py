@@ -20,6 +20,7 @@ FLOWS: Final = (
     ("moved.stored_bytes", "stored"),
     ("moved.loaded_bytes", "loaded"),
     ("in_place_bytes", "read in place"),
+    ("copied_ahead_bytes", "copied ahead"),
 )
 LEAST_ROWS: Final = 2
 LEAST_SHARE: Final = 0.05
@@ -133,7 +134,7 @@ def _draw_tier(axes: "Axes", colours: Theme, trace: KVTrace, tier: str, label: s
 
 def _draw_flows(axes: "Axes", colours: Theme, trace: KVTrace) -> None:
     theme.style_axes(axes, colours, grid="y")
-    palette = theme.SPARE_COLOURS[:3]
+    palette = theme.SPARE_COLOURS[: len(FLOWS)]
     for (column, words), colour in zip(FLOWS, palette, strict=True):
         rates = trace.rates(column)
         axes.step(

@@ -61,6 +61,8 @@ LISTED: Final[Mapping[str, str]] = {
     ),
     "link/two_way_gb_s": "sum of both directions copied at once, GB = 10^9 bytes",
     "link/in_place_gb_s": "rate at which a kernel reads registered host memory in place",
+    "link/rows_gb_s": "host to device copies of rows of 64 KiB that lie apart, 512 at a time",
+    "link/rows_overhead_s": "time of such a copy beside its bytes, from copies of 16 rows in a row",
     "link/hbm_copy_gb_s": "copy within device memory, bytes read + bytes written",
     "link/launch_us": (
         "time that the host takes to launch one small kernel: median of 20 rounds of 500"
@@ -112,6 +114,7 @@ LISTED: Final[Mapping[str, str]] = {
     "kv/preemptions": "sequences that lost their blocks while they ran",
     "kv/stores_skipped": "blocks that were to be stored and found no place in the host tier",
     "kv/stored_gib": "bytes of blocks copied from the GPU to the host tier in that part",
+    "kv/copied_ahead_gib": "bytes of host blocks that were copied to the GPU ahead of decodes",
     "kv/staged_prefill_gib": "bytes of host blocks that prefills copied to the GPU to read",
     "kv/transfer_gb_s": (
         "bytes of keys and values over the link in that part, both directions, copied and read"

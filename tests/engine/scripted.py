@@ -22,6 +22,7 @@ class ScriptedFlight:
     h2d_bytes: int = 10
     in_place_bytes: int = 20
     kv_in_place_bytes: int = 30
+    kv_copied_bytes: int = 40
     used_graph: bool = True
 
     def is_done(self) -> bool:

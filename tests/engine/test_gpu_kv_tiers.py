@@ -15,12 +15,13 @@ from engine.device.cuda import CUDACopyStream
 from engine.kv.memory import BlockMover
 from engine.kv.moves import MoveBatch
 from engine.plan import long as long_rates
+from engine.plan.sizes import CopyAhead
 from engine.run.executor import DeviceExecutor
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.groups import SIX, WINDOWS, Masked, with_windows
 from tests.engine.storm import LONG_CYCLES, MOST_CYCLES
-from tests.engine.tiers import SIZES, TOGETHER, TURNS, Alone, check_empty, tiers
+from tests.engine.tiers import ALWAYS, SIZES, TOGETHER, TURNS, Alone, check_empty, tiers
 from tests.engine.two_streams import poison
 from tests.tiny import FAMILIES, greedy, hf_model, make_prompt, open_llm
 
@@ -126,9 +127,9 @@ def test_three_kinds_of_layers(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("block_size", [8, 32, 128])
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("way", ["graph", "eager", "copied ahead"])
 def test_a_long_sequence_has_the_bits_of_a_resident_one(
-    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, dtype: str, block_size: int, eager: bool
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, dtype: str, block_size: int, way: str
 ) -> None:
     folder = tiny.folder("qwen3")
     given: dict[str, Any] = {
@@ -138,7 +139,7 @@ def test_a_long_sequence_has_the_bits_of_a_resident_one(
         "max_num_seqs": 2,
         "dtype": dtype,
         "block_size": block_size,
-        "enforce_eager": eager,
+        "enforce_eager": way == "eager",
         **CUDA,
     }
     prompt = make_prompt(1000, seed=2)
@@ -148,14 +149,22 @@ def test_a_long_sequence_has_the_bits_of_a_resident_one(
     for times in (1.3, 3):
         num_gpu = int(1060 / times) // block_size
         need = -(-1060 // block_size)
-        tiers(monkeypatch, num_gpu, pinned=need + 8, stage_blocks=max(20, 128 // block_size))
+        tiers(
+            monkeypatch,
+            num_gpu,
+            pinned=need + 8,
+            stage_blocks=max(20, 256 // block_size),
+            copy_ahead=ALWAYS if way == "copied ahead" else None,
+        )
         llm = open_llm(folder, **given)
         assert greedy(llm, [prompt], 60) == expected
         step = llm.last_step
         assert step is not None
-        assert step.used_graph is not eager
+        assert step.used_graph is (way == "graph")
         host_tokens = 1059 - num_gpu * block_size
-        assert step.kv_in_place_bytes == host_tokens * llm.plan.block_bytes // block_size
+        moved = step.kv_in_place_bytes + step.kv_copied_bytes
+        assert moved == host_tokens * llm.plan.block_bytes // block_size
+        assert (step.kv_copied_bytes > 0) is (way == "copied ahead")
         check_empty(llm)
         llm.close()
         monkeypatch.undo()
@@ -206,11 +215,17 @@ def test_without_in_place_reads_and_without_pinning(
 # Streams delayed at random.
 
 
+def poison_on_card(dst: torch.Tensor) -> None:
+    if dst.is_cuda:
+        poison(dst.view(torch.uint8))
+
+
 @contextmanager
 def delayed(copies: float, compute: float, most_cycles: int = MOST_CYCLES) -> Iterator[None]:
     """Let copies and steps lag at random; what a copy will write is NaN before it."""
     chance = random.Random(f"{copies} {compute}")
     copy, run, execute = CUDACopyStream.copy, CUDACopyStream.run, DeviceExecutor.execute
+    copy_rows = CUDACopyStream.copy_rows
 
     def delay(share: float) -> None:
         if chance.random() < share:
@@ -218,14 +233,19 @@ def delayed(copies: float, compute: float, most_cycles: int = MOST_CYCLES) -> It
 
     def late_copy(self: CUDACopyStream, dst: torch.Tensor, src: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
-            if dst.is_cuda:
-                poison(dst.view(torch.uint8))
+            poison_on_card(dst)
             delay(copies)
         copy(self, dst, src)
 
     def late_copies(self: CUDACopyStream, pairs: Any) -> None:
         for dst, src in pairs:
             late_copy(self, dst, src)
+
+    def late_rows(self: CUDACopyStream, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            poison_on_card(dst)
+            delay(copies)
+        copy_rows(self, dst, src)
 
     def late_run(self: CUDACopyStream, work: Any) -> None:
         with torch.cuda.stream(self._stream):
@@ -242,26 +262,30 @@ def delayed(copies: float, compute: float, most_cycles: int = MOST_CYCLES) -> It
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CUDACopyStream, "copy", late_copy)
         patch.setattr(CUDACopyStream, "copy_all", late_copies)
+        patch.setattr(CUDACopyStream, "copy_rows", late_rows)
         patch.setattr(CUDACopyStream, "run", late_run)
         patch.setattr(DeviceExecutor, "execute", late_execute)
         yield
 
 
 @pytest.mark.parametrize("shares", [(0.7, 0.0), (0.0, 0.7), (0.4, 0.4)])
+@pytest.mark.parametrize("copy_ahead", [None, ALWAYS], ids=["in place", "copied ahead"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_delays_and_poison_change_no_token(
     tiny: TinyModels,
     alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
+    copy_ahead: CopyAhead | None,
     shares: tuple[float, float],
 ) -> None:
     folder = tiny.folder(family, **SIZES)
     expected = expected_of(folder, alone)
-    tiers(monkeypatch, 24, num_window=40, pinned=44, pageable=6)
+    tiers(monkeypatch, 24, num_window=40, pinned=44, pageable=6, copy_ahead=copy_ahead)
     llm = open_tiers(folder)
     with delayed(*shares):
         assert run_all(llm) == expected
+        assert (llm.stats()["kv"]["copied_ahead_bytes"] > 0) is (copy_ahead is not None)
         check_empty(llm)
     llm.close()
 

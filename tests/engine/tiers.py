@@ -11,7 +11,7 @@ from engine import LLM, build
 from engine.device.cuda import open_device
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
-from engine.plan.sizes import HostKVPlan, ReadRates, SwapRates
+from engine.plan.sizes import CopyAhead, HostKVPlan, ReadRates, SwapRates
 from tests.tiny import greedy, open_llm
 
 SIZES: dict[str, Any] = {
@@ -25,6 +25,8 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 """Of models that are smaller than those of tests.tiny."""
+ALWAYS = CopyAhead(step_bytes=0, run_bytes=0)
+"""Whatever fits a stage buffer is copied ahead."""
 SWAP = SwapRates(store_bytes_s=1e15, load_bytes_s=1e15)
 """A link with which moving blocks is always cheaper than computing them again."""
 
@@ -46,6 +48,7 @@ def tiers(
     prefix_caching: bool = True,
     recompute_token_s: float = 1.0,
     read_rates: ReadRates | None = None,
+    copy_ahead: CopyAhead | None = None,
 ) -> None:
     """Let engines that are built from now on have so many blocks.
 
@@ -60,6 +63,7 @@ def tiers(
         prefix_caching: Full blocks are found by other sequences.
         recompute_token_s: What a token costs that is computed again; moving costs nothing.
         read_rates: What decodes over both tiers cost; None: host blocks cost nothing.
+        copy_ahead: When decodes' host blocks are copied; None: they are read in place.
     """
 
     def plan(*args: Any, **keywords: Any) -> MemoryPlan:
@@ -81,6 +85,7 @@ def tiers(
                 swap_rates=SWAP,
                 recompute_token_s=recompute_token_s,
                 read_rates=read_rates,
+                copy_ahead=copy_ahead,
             )
         return replace(found, kv=kv, host_kv=host, prefix_caching=prefix_caching)
 

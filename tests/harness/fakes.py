@@ -229,6 +229,7 @@ class FakeLLM:
                 "swaps_out": 1,
                 "moved": {"stored_bytes": 10 * steps, "loaded_bytes": 20 * steps},
                 "in_place_bytes": 30 * steps,
+                "copied_ahead_bytes": 0,
                 "staged_prefill_bytes": 0,
             },
         }

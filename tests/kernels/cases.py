@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.arguments import AttentionCall, HostCache, PrefillPart
+from kernels.arguments import AttentionCall, DecodePart, HostCache, PrefillPart
 
 
 def randn(
@@ -119,6 +119,7 @@ def flat(operator: Callable[..., None]) -> Callable[..., torch.Tensor]:
     """
     parameters = inspect.signature(operator).parameters
     order = ["q", "k_cache", "v_cache", "block_tables", "seq_lens", "scale"]
+    part = PrefillPart if "prefill" in operator.__name__ else DecodePart
     if "query_starts_S1" in parameters:
         order.insert(4, "query_starts_S1")
 
@@ -128,7 +129,7 @@ def flat(operator: Callable[..., None]) -> Callable[..., torch.Tensor]:
         if values.get("out") is None:
             values["out"] = torch.full(q.shape, UNWRITTEN, dtype=q.dtype, device=q.device)
         records = {}
-        for name, record in {"call": AttentionCall, "part": PrefillPart}.items():
+        for name, record in {"call": AttentionCall, "part": part}.items():
             if name in parameters:
                 own = [field.name for field in fields(record) if field.name in values]
                 records[name] = record(**{field: values.pop(field) for field in own})

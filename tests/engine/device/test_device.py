@@ -163,6 +163,8 @@ def test_the_link_probe_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "d2h_gb_s",
         "two_way_gb_s",
         "in_place_gb_s",
+        "rows_gb_s",
+        "rows_overhead_s",
         "hbm_copy_gb_s",
         "launch_us",
     }

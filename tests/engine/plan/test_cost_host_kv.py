@@ -68,7 +68,7 @@ def test_predicted_figures_of_a_host_tier() -> None:
     assert plan.predicted is not None
     found = plan.predicted["host_kv"]
     assert found["context_tokens"] == 4096
-    assert found["in_place_bytes"] == (4096 - plan.kv_tokens) * 2**19
+    assert found["host_bytes"] == (4096 - plan.kv_tokens) * 2**19
     assert found["prefix_load_ms"] < found["prefix_compute_ms"]
     assert plan.host_kv.recompute_token_s > 0
     alone = plan_olmo(memory_gib=30)

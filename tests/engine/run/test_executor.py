@@ -66,7 +66,8 @@ def test_a_certain_number_of_tokens_a_step_overlaps(count: int, overlap: bool) -
     assert core.last_step is not None
     assert core.last_step.is_overlapped is overlap
     step = core.last_step
-    assert (step.h2d_bytes, step.in_place_bytes, step.kv_in_place_bytes) == (10, 20, 30)
+    assert (step.h2d_bytes, step.in_place_bytes) == (10, 20)
+    assert (step.kv_in_place_bytes, step.kv_copied_bytes) == (30, 40)
     assert (step.expert_hits, step.expert_misses, step.expert_bytes) == (5, 2, 40)
     assert step.used_graph
 

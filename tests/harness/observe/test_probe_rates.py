@@ -31,7 +31,8 @@ def test_a_cpu_is_measured_and_planned_with() -> None:
     found = probe.probe_rates("cpu")
     assert set(found) == NAMES | BESIDE | set(probe.RATES)
     measured = {name: rate for name, rate in found.items() if rate is not None}
-    assert set(found) - set(measured) == {"two_way_gb_s", "copy_overhead_s", "launch_us"}
+    not_on_cpus = {"two_way_gb_s", "copy_overhead_s", "rows_gb_s", "rows_overhead_s", "launch_us"}
+    assert set(found) - set(measured) == not_on_cpus
     assert min(measured[name] for name in set(measured) - {"sequence_overhead_s"}) > 0
     rates = cpu_rates().measured(found)
     for name in ("h2d_gb_s", "float32_tflops", "host_read_gb_s", "pin_gb_s"):
@@ -89,6 +90,8 @@ def test_a_gpu_is_measured_within_what_its_parts_can_do() -> None:
     assert found["host_read_gb_s"] > 1
     assert found["pin_gb_s"] > 0.1
     assert 1 < found["launch_us"] < 100
+    assert 0.8 * found["h2d_gb_s"] < found["rows_gb_s"] < 1.05 * found["h2d_gb_s"]
+    assert 0 <= found["rows_overhead_s"] < 1e-4
     assert 0 < found["restore_gb_s"] < found["hbm_copy_gb_s"]
     assert 0 < found["lossless_gb_s"] < 1.1 * found["hbm_copy_gb_s"]
     # Of what was reserved, the workspaces of matrix products stay with their library.

@@ -99,6 +99,7 @@ class TieredLLM:
             h2d_bytes=5,
             in_place_bytes=0,
             kv_in_place_bytes=100 * far,
+            kv_copied_bytes=0,
             **dict.fromkeys(EXPERT_COUNTS, 0),
             wait_s=0.0,
         )

@@ -44,16 +44,20 @@ def test_attention_alone_against_the_copy_rate():
     assert (got.share, got.is_met) == (pytest.approx(0.82), True)
 
 
+def far_bytes(in_place, copied):
+    return {"kv_in_place_bytes": in_place, "kv_copied_bytes": copied}
+
+
 def long_case(**changes):
     runs = {
-        "resident": {"total": 39_000, "step_s": 0.006, "kv_in_place_bytes": 0},
-        "1.3": {"total": 52_000, "step_s": 0.0451, "kv_in_place_bytes": 1.5e9},
+        "resident": {"total": 39_000, "step_s": 0.006} | far_bytes(0, 0),
+        "1.3": {"total": 52_000, "step_s": 0.0451} | far_bytes(1.5e9, 0),
         "longest": {
             "total": 131_072,
             "step_s": 0.24,
-            "kv_in_place_bytes": 11e9,
             "has_ended": True,
             "prefill_s": 30.0,
+            **far_bytes(1e9, 10e9),
         },
     }
     for name, more in changes.items():
@@ -69,6 +73,9 @@ def test_steps_beyond_the_room_against_their_parts():
     got = row(found, "one sequence of 3 times")
     assert (got.share, got.is_met) == (pytest.approx(240 / 226), True)
     assert got.figure == "240.0 ms against 6.0 + 220.0 ms at 3.28 times"
+    got = row(found, "copies ahead")
+    assert (got.share, got.is_met) == (pytest.approx(240 / 220), False)
+    assert got.figure == "240.0 against 220.0 ms at 3.28 times, 90.9% of the bytes copied"
     got = row(found, "decode, at least 4 GB")
     assert (got.share, got.is_met) == (pytest.approx(11 / 0.24 / 50), True)
 
@@ -104,7 +111,8 @@ def test_the_longest_context_counts_where_it_ran_to_its_end():
         ({"resident": {"kv_in_place_bytes": 5}}, "one sequence of 1.3", "was not resident"),
         ({"1.3": {"kv_in_place_bytes": 0}}, "one sequence of 1.3", "nothing was read"),
         ({"longest": {"total": 100_000}}, "one sequence of 3", "the longest is 2.50 times"),
-        ({"longest": {"kv_in_place_bytes": 3e9}}, "decode, at least", "a step read 3.00 GB"),
+        ({"longest": far_bytes(1e9, 2e9)}, "decode, at least", "a step read 3.00 GB"),
+        ({"longest": far_bytes(11e9, 0)}, "copies ahead", "nothing"),
         ({"longest": {"no_room": "short"}}, "longest context", "short"),
     ],
 )
@@ -291,12 +299,12 @@ def test_weights_and_kv_together_against_the_link():
     streamed = {
         "h2d_bytes": 3.5e9,
         "in_place_bytes": 0,
-        "kv_in_place_bytes": 4.5e9,
         "step_s": 0.17,
+        **far_bytes(1.5e9, 3e9),
     }
     got = row({"kv_weights": case(streamed=streamed)}, "weights and KV")
     assert (got.share, got.is_met) == (pytest.approx(8 / 0.17 / 50), True)
-    found = {"kv_weights": case(streamed=streamed | {"kv_in_place_bytes": 0})}
+    found = {"kv_weights": case(streamed=streamed | far_bytes(0, 0))}
     assert "0 of KV were moved" in row(found, "weights and KV").figure
 
 

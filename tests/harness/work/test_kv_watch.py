@@ -43,6 +43,7 @@ class Counting:
                 "swaps_out": 3 + count,
                 "moved": {"stored_bytes": GIB * count, "loaded_bytes": 2 * GIB * count},
                 "in_place_bytes": 4 * GIB * count,
+                "copied_ahead_bytes": GIB * count,
                 "staged_prefill_bytes": 0,
             }
         }
@@ -67,8 +68,9 @@ def test_counts_are_those_since_it_was_made():
     assert (metrics["kv/gpu_evictions"], metrics["kv/gpu_evictions_lost"]) == (30, 10)
     assert (metrics["kv/cpu_evictions"], metrics["kv/swaps_out"]) == (0, 10)
     assert (metrics["kv/stored_gib"], metrics["kv/loaded_gib"]) == (10, 20)
-    assert metrics["kv/transfer_gb_s"] == pytest.approx(70 * GIB / 1e9)
-    assert metrics["kv/h2d_gb_s"] == pytest.approx(60 * GIB / 1e9)
+    assert metrics["kv/transfer_gb_s"] == pytest.approx(80 * GIB / 1e9)
+    assert metrics["kv/h2d_gb_s"] == pytest.approx(70 * GIB / 1e9)
+    assert (metrics["kv/in_place_gib"], metrics["kv/copied_ahead_gib"]) == (40, 10)
     assert metrics["kv/recomputes"] == 0
 
 

@@ -1,0 +1,100 @@
+"""Which host blocks of a decode are copied to the GPU ahead of its attention, and in what pieces.
+
+Keys are attended to in pieces of whole splits. The host blocks of a piece go into one stage buffer,
+run by run of neighbours, as a copy of many blocks reaches the link's rate and a copy of one does
+not. A piece is read where it lies if it has no host blocks, if its runs are short, and if it holds
+the newest keys, which the step itself writes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.sizes import DECODE_SPLIT_TOKENS
+
+Run = tuple[int, int]
+"""The first of neighbouring host blocks, numbered within the tier, and how many they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePiece:
+    """Keys begin_key to end_key - 1 of a sequence."""
+
+    begin_key: int
+    end_key: int
+    runs: tuple[Run, ...] = ()
+    """Host blocks to copy, one run behind the other in a stage buffer; none: nothing is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class AheadDecode:
+    """A decode some of whose host blocks are copied ahead."""
+
+    row: int
+    """Its row of the step."""
+    pieces: tuple[DecodePiece, ...]
+
+    @property
+    def num_copied(self) -> int:
+        """Blocks that are copied in every layer."""
+        return sum(count for piece in self.pieces for _, count in piece.runs)
+
+
+def cut_ahead(
+    table: np.ndarray,
+    num_tokens: int,
+    block_size: int,
+    num_gpu: int,
+    *,
+    stage_blocks: int,
+    least_run: int,
+) -> tuple[tuple[DecodePiece, ...], np.ndarray]:
+    """Cut a decode's keys into pieces; return them and its table as they are read by pieces.
+
+    Args:
+        table: Blocks of the sequence, the host tier's numbered from `num_gpu` on.
+        num_tokens: Its keys, the newest one included.
+        block_size: Tokens of a block; divides DECODE_SPLIT_TOKENS.
+        num_gpu: Blocks on the GPU.
+        stage_blocks: Host blocks of a piece at most.
+        least_run: Blocks of a run at least, in the mean of a piece, for it to be copied.
+
+    Returns:
+        Pieces in order, neighbours that are read in place as one; in the table, blocks that are
+        copied have the numbers of their places in a stage buffer, counted from `num_gpu` on.
+    """
+    per_split = DECODE_SPLIT_TOKENS // block_size
+    num_splits = (num_tokens - 1) // DECODE_SPLIT_TOKENS
+    table = table.astype(np.int64)
+    is_host = table[: num_splits * per_split] >= num_gpu
+    before = np.concatenate([[0], np.cumsum(is_host.reshape(-1, per_split).sum(axis=1))])
+    pieces: list[DecodePiece] = []
+    begin = 0
+    while begin < num_splits:
+        # What comes before the first host block is a piece of its own, beside the first copy.
+        most = stage_blocks if before[begin + 1] > before[begin] else 0
+        end = max(begin + 1, int(np.searchsorted(before, before[begin] + most, side="right")) - 1)
+        at = begin * per_split + np.flatnonzero(is_host[begin * per_split : end * per_split])
+        order = at[np.argsort(table[at])]
+        runs = _runs(table[order] - num_gpu)
+        if not least_run * len(runs) <= len(order) <= stage_blocks:
+            runs = ()
+        if runs:
+            table[order] = num_gpu + np.arange(len(order))
+        _append(pieces, begin * DECODE_SPLIT_TOKENS, end * DECODE_SPLIT_TOKENS, runs)
+        begin = end
+    _append(pieces, num_splits * DECODE_SPLIT_TOKENS, num_tokens, ())
+    return tuple(pieces), table
+
+
+def _append(pieces: list[DecodePiece], begin_key: int, end_key: int, runs: tuple[Run, ...]) -> None:
+    if pieces and not runs and not pieces[-1].runs:
+        begin_key = pieces.pop().begin_key
+    pieces.append(DecodePiece(begin_key, end_key, runs))
+
+
+def _runs(ids: np.ndarray) -> tuple[Run, ...]:
+    """Cut ascending numbers where one is not the next."""
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(ids) != 1) + 1]) if ids.size else ids
+    counts = np.diff(np.concatenate([starts, [ids.size]])) if ids.size else ids
+    return tuple(zip(ids[starts].tolist(), counts.tolist(), strict=True))
