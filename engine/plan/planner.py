@@ -27,6 +27,7 @@ from engine.plan.advise import (
 )
 from engine.plan.answer import Answer, Planned, ShortageError, answer_of, explained
 from engine.plan.choose import Chooser
+from engine.plan.host_times import predict_host_kv, with_rates
 from engine.plan.memory import (
     Asked,
     DeviceFacts,
@@ -52,10 +53,8 @@ from engine.plan.times import (
     asked_rates,
     decode_step_s,
     load_s,
-    predict_host_kv,
     prefill_s,
     shape_of,
-    with_rates,
 )
 from engine.plan.weight_format import (
     LOSSLESS,

@@ -2,19 +2,17 @@
 
 import math
 import operator
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from engine.asked.config import ANY_CARD, GPUConfig
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
-from engine.plan.long import predict_long
 from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
-from engine.plan.sizes import CopyAhead, HostKVPlan, ReadRates, SwapRates, padded_prefill
+from engine.plan.sizes import padded_prefill
 from engine.plan.units import Feed, Residence, Slots, moving
 from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS
 
@@ -485,13 +483,48 @@ def step_s(
         rows: Prompts among the prefill tokens; each gives one row of logits (default 1, or 0).
     """
     is_long = shape.plan.kv.groups[0].num_in_place > 0 and max(1, rows or 1) == 1
-    keys = _Keys(shape, decodes, context, before + prefill if prefill else 0, is_long)
-    ways = [_FarKeys(rates.in_place_gb_s * 1e9), *_copied_keys(keys, rates)]
-    return min(_step_s(keys, far, rates, prefill, before, rows) for far in ways)
+    keys = Keys(shape, decodes, context, before + prefill if prefill else 0, is_long)
+    ways = [FarKeys(rates.in_place_gb_s * 1e9), *copied_keys(keys, rates)]
+    return min(keys_step_s(keys, far, rates, prefill, before, rows) for far in ways)
 
 
-def _step_s(
-    keys: "_Keys", far: "_FarKeys", rates: Rates, prefill: int, before: int, rows: int | None
+@dataclass(frozen=True)
+class Keys:
+    """Keys that one step attends to."""
+
+    shape: Shape
+    decodes: int
+    context: float
+    """Tokens of each decode."""
+    prefilled: int
+    """Tokens of a prompt once the step is done; 0: it computes none."""
+    is_long: bool
+    """Whether some may lie in host memory."""
+
+    def in_layer(self, limit: int, *, is_first: bool) -> tuple[float, float, float]:
+        """Return bytes of a layer: decodes' on the GPU and in host memory, and those staged."""
+        tokens, far, staged = self.decodes * min(self.context, limit), 0.0, 0.0
+        if self.is_long and is_first:
+            far = self.shape.beyond_gpu(tokens) if self.decodes else 0.0
+            staged = self.shape.beyond_gpu(min(self.prefilled, limit)) if self.prefilled else 0.0
+        each = self.shape.kv_layer_bytes
+        return (tokens - far) * each, far * each, staged * each
+
+
+@dataclass(frozen=True)
+class FarKeys:
+    """How decodes get at keys in host memory."""
+
+    bytes_s: float
+    beside_s: float = 0.0
+    """Time of a layer's that passes beside the layer before, at most."""
+    launches: float = 0.0
+    """What the host launches for a layer, over the launches of its other kernels; they are
+    included, as such a step has no graph."""
+
+
+def keys_step_s(
+    keys: Keys, far: FarKeys, rates: Rates, prefill: int, before: int, rows: int | None
 ) -> float:
     """Return the time of one step that gets at keys in host memory in one way."""
     shape, decodes = keys.shape, keys.decodes
@@ -537,42 +570,7 @@ def _step_s(
     return seconds + rates.step_overhead_s
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """Keys that one step attends to."""
-
-    shape: Shape
-    decodes: int
-    context: float
-    """Tokens of each decode."""
-    prefilled: int
-    """Tokens of a prompt once the step is done; 0: it computes none."""
-    is_long: bool
-    """Whether some may lie in host memory."""
-
-    def in_layer(self, limit: int, *, is_first: bool) -> tuple[float, float, float]:
-        """Return bytes of a layer: decodes' on the GPU and in host memory, and those staged."""
-        tokens, far, staged = self.decodes * min(self.context, limit), 0.0, 0.0
-        if self.is_long and is_first:
-            far = self.shape.beyond_gpu(tokens) if self.decodes else 0.0
-            staged = self.shape.beyond_gpu(min(self.prefilled, limit)) if self.prefilled else 0.0
-        each = self.shape.kv_layer_bytes
-        return (tokens - far) * each, far * each, staged * each
-
-
-@dataclass(frozen=True)
-class _FarKeys:
-    """How decodes get at keys in host memory."""
-
-    bytes_s: float
-    beside_s: float = 0.0
-    """Time of a layer's that passes beside the layer before, at most."""
-    launches: float = 0.0
-    """What the host launches for a layer, over the launches of its other kernels; they are
-    included, as such a step has no graph."""
-
-
-def _copied_keys(keys: _Keys, rates: Rates) -> Iterator[_FarKeys]:
+def copied_keys(keys: Keys, rates: Rates) -> Iterator[FarKeys]:
     """Yield how decodes copy host blocks ahead, in pieces, one beside the layer before, if so."""
     plan, host, first = keys.shape.plan, keys.shape.plan.host_kv, keys.shape.plan.kv.groups[0]
     far_bytes = keys.in_layer(first.window or plan.max_model_len, is_first=True)[1]
@@ -583,7 +581,7 @@ def _copied_keys(keys: _Keys, rates: Rates) -> Iterator[_FarKeys]:
         stage_bytes = host.stage_blocks * first.layer_bytes
         bytes_s, num_pieces = rates.rows_gb_s * 1e9, math.ceil(far_bytes / stage_bytes)
         launches = plan.use_graphs + num_pieces * PIECE_LAUNCHES
-        yield _FarKeys(bytes_s, min(far_bytes, stage_bytes) / bytes_s, launches)
+        yield FarKeys(bytes_s, min(far_bytes, stage_bytes) / bytes_s, launches)
 
 
 def copied_run_bytes(plan: MemoryPlan, rates: Rates) -> int | None:
@@ -598,27 +596,6 @@ def copied_run_bytes(plan: MemoryPlan, rates: Rates) -> int | None:
     if first.layer_bytes < LEAST_ROW_BYTES or not is_split_held:
         return None
     return math.ceil(rates.rows_overhead_s / gain_s)
-
-
-def copy_ahead(shape: Shape, rates: Rates) -> CopyAhead | None:
-    """Return from where on decodes' host blocks are copied instead of read in place; None: never.
-
-    Steps that copy run without a graph: others must take as long as their launches do.
-    """
-    plan, run_bytes = shape.plan, copied_run_bytes(shape.plan, rates)
-
-    def is_sooner(context: int) -> bool:
-        keys = _Keys(shape, 1, context, 0, is_long=True)
-        in_place_s = _step_s(keys, _FarKeys(rates.in_place_gb_s * 1e9), rates, 0, 0, None)
-        copied = [_step_s(keys, far, rates, 0, 0, None) for far in _copied_keys(keys, rates)]
-        return any(seconds < in_place_s for seconds in copied)
-
-    if run_bytes is None or not is_sooner(plan.max_model_len):
-        return None
-    first = plan.kv.groups[0]
-    least = bisect_left(range(plan.max_model_len), True, lo=plan.kv_tokens, key=is_sooner)
-    far_bytes = shape.beyond_gpu(least) * shape.kv_layer_bytes * len(first.layers)
-    return CopyAhead(step_bytes=int(far_bytes), run_bytes=run_bytes)
 
 
 def _run(
@@ -805,66 +782,3 @@ def load_s(shape: Shape, rates: Rates) -> float:
     read_s = total / (rates.file_read_gb_s * 1e9) if plan.reads_files else 0.0
     start_s = CPU_START_S if rates.is_cpu else START_S
     return start_s + read_s + pinned / (rates.pin_gb_s * 1e9)
-
-
-MOVE_SHARE: Final = 0.90
-"""Moves of blocks over the copy rate: kernels for blocks below 2 MiB reach 49 to 51 of 54.9 GB/s
-(H200); DMA of larger ones is counted as no faster."""
-PREFIX_TOKENS: Final = 8192
-"""Prefix whose load from the host tier is predicted (shorter where max_model_len is)."""
-
-
-def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
-    """Return the plan's host tier with what moving and recomputing are expected to cost.
-
-    Pageable blocks go at the rate of pageable copies; the rates are those of the whole tier. No
-    overlap with compute is counted on.
-    """
-    host = plan.host_kv
-    assert host is not None
-    first = plan.kv.groups[0]
-    share = first.num_pinned / first.num_host_blocks
-
-    def rate(pinned_gb_s: float) -> float:
-        slow = min(pinned_gb_s, rates.pageable_gb_s)
-        return 1e9 / (share / (MOVE_SHARE * pinned_gb_s) + (1 - share) / slow)
-
-    shape, tokens = shape_of(plan, spec), min(PREFILL_TOKENS, plan.max_model_len)
-    seconds = prefill_s(shape, rates, tokens)
-    room = min(plan.kv_tokens, plan.max_model_len)
-    copies = copy_ahead(shape, rates)
-    read_gb_s = rates.in_place_gb_s if copies is None else rates.rows_gb_s
-    return replace(
-        host,
-        swap_rates=SwapRates(store_bytes_s=rate(rates.d2h_gb_s), load_bytes_s=rate(rates.h2d_gb_s)),
-        recompute_token_s=seconds / tokens,
-        read_rates=ReadRates(
-            step_s=decode_step_s(shape, rates, 1, room), read_bytes_s=read_gb_s * 1e9
-        ),
-        copy_ahead=copies,
-    )
-
-
-def predict_host_kv(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any] | None:
-    """Return predicted times of the host tier as plain data; None where there is none.
-
-    A sequence of max_model_len that exceeds the GPU has the rest come over the link in each decode
-    step, read in place or copied ahead.
-    """
-    host = plan.host_kv
-    if host is None or host.swap_rates is None:
-        return None
-    shape, length, first = shape_of(plan, spec), plan.max_model_len, plan.kv.groups[0]
-    far = shape.beyond_gpu(min(length, first.window or length))
-    host_bytes = int(far * shape.kv_layer_bytes * len(first.layers))
-    prefix, copies = min(PREFIX_TOKENS, length), host.copy_ahead
-    return {
-        "context_tokens": length,
-        "decode_step_ms": decode_step_s(shape, rates, 1, length) * 1e3,
-        "host_bytes": host_bytes,
-        "is_copied": copies is not None and host_bytes >= max(1, copies.step_bytes),
-        "prefix_tokens": prefix,
-        "prefix_load_ms": plan.kv.sequence_bytes(prefix) / host.swap_rates.load_bytes_s * 1e3,
-        "prefix_compute_ms": prefill_s(shape, rates, prefix) * 1e3,
-        "together": predict_long(plan),
-    }

@@ -278,7 +278,8 @@ def counted(
         kv = stats["kv"]
         copied = int(stats["h2d_bytes"]) + int(kv["moved"]["loaded_bytes"])
         in_place = int(stats["in_place_bytes"]) + int(kv["in_place_bytes"])
-        return copied + in_place + int(kv["staged_prefill_bytes"])
+        ahead = int(kv["copied_ahead_bytes"]) + int(kv["staged_prefill_bytes"])
+        return copied + in_place + ahead
 
     def decode_on() -> tuple[int, float]:
         begin_s, before = clock(), moved()

@@ -5,10 +5,11 @@ from typing import Final
 
 import pytest
 
+from engine.plan.host_times import copy_ahead
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
 from engine.plan.sizes import HostKVPlan
-from engine.plan.times import Rates, copy_ahead, decode_step_s, shape_of
+from engine.plan.times import Rates, decode_step_s, shape_of
 from tests.engine.plan.test_cost import RATES
 from tests.engine.specs import H200, configuration, llama, plan_llama
 

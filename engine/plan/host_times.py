@@ -1,0 +1,106 @@
+"""Predicted times of the host tier of KV blocks: moves, and decodes over both tiers."""
+
+from bisect import bisect_left
+from dataclasses import replace
+from typing import Any, Final
+
+from engine.model.spec import ModelSpec
+from engine.plan.long import predict_long
+from engine.plan.memory import MemoryPlan
+from engine.plan.sizes import CopyAhead, HostKVPlan, ReadRates, SwapRates
+from engine.plan.times import (
+    PREFILL_TOKENS,
+    FarKeys,
+    Keys,
+    Rates,
+    Shape,
+    copied_keys,
+    copied_run_bytes,
+    decode_step_s,
+    keys_step_s,
+    prefill_s,
+    shape_of,
+)
+
+MOVE_SHARE: Final = 0.90
+"""Moves of blocks over the copy rate: kernels for blocks below 2 MiB reach 49 to 51 of 54.9 GB/s
+(H200); DMA of larger ones is counted as no faster."""
+PREFIX_TOKENS: Final = 8192
+"""Prefix whose load from the host tier is predicted (shorter where max_model_len is)."""
+
+
+def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
+    """Return the plan's host tier with what moving and recomputing are expected to cost.
+
+    Pageable blocks go at the rate of pageable copies; the rates are those of the whole tier. No
+    overlap with compute is counted on.
+    """
+    host = plan.host_kv
+    assert host is not None
+    first = plan.kv.groups[0]
+    share = first.num_pinned / first.num_host_blocks
+
+    def rate(pinned_gb_s: float) -> float:
+        slow = min(pinned_gb_s, rates.pageable_gb_s)
+        return 1e9 / (share / (MOVE_SHARE * pinned_gb_s) + (1 - share) / slow)
+
+    shape, tokens = shape_of(plan, spec), min(PREFILL_TOKENS, plan.max_model_len)
+    seconds = prefill_s(shape, rates, tokens)
+    room = min(plan.kv_tokens, plan.max_model_len)
+    copies = copy_ahead(shape, rates)
+    read_gb_s = rates.in_place_gb_s if copies is None else rates.rows_gb_s
+    return replace(
+        host,
+        swap_rates=SwapRates(store_bytes_s=rate(rates.d2h_gb_s), load_bytes_s=rate(rates.h2d_gb_s)),
+        recompute_token_s=seconds / tokens,
+        read_rates=ReadRates(
+            step_s=decode_step_s(shape, rates, 1, room), read_bytes_s=read_gb_s * 1e9
+        ),
+        copy_ahead=copies,
+    )
+
+
+def predict_host_kv(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any] | None:
+    """Return predicted times of the host tier as plain data; None where there is none.
+
+    A sequence of max_model_len that exceeds the GPU has the rest come over the link in each decode
+    step, read in place or copied ahead.
+    """
+    host = plan.host_kv
+    if host is None or host.swap_rates is None:
+        return None
+    shape, length, first = shape_of(plan, spec), plan.max_model_len, plan.kv.groups[0]
+    far = shape.beyond_gpu(min(length, first.window or length))
+    host_bytes = int(far * shape.kv_layer_bytes * len(first.layers))
+    prefix, copies = min(PREFIX_TOKENS, length), host.copy_ahead
+    return {
+        "context_tokens": length,
+        "decode_step_ms": decode_step_s(shape, rates, 1, length) * 1e3,
+        "host_bytes": host_bytes,
+        "is_copied": copies is not None and host_bytes >= max(1, copies.step_bytes),
+        "prefix_tokens": prefix,
+        "prefix_load_ms": plan.kv.sequence_bytes(prefix) / host.swap_rates.load_bytes_s * 1e3,
+        "prefix_compute_ms": prefill_s(shape, rates, prefix) * 1e3,
+        "together": predict_long(plan),
+    }
+
+
+def copy_ahead(shape: Shape, rates: Rates) -> CopyAhead | None:
+    """Return from where on decodes' host blocks are copied instead of read in place; None: never.
+
+    Steps that copy run without a graph: others must take as long as their launches do.
+    """
+    plan, run_bytes = shape.plan, copied_run_bytes(shape.plan, rates)
+
+    def is_sooner(context: int) -> bool:
+        keys = Keys(shape, 1, context, 0, is_long=True)
+        in_place_s = keys_step_s(keys, FarKeys(rates.in_place_gb_s * 1e9), rates, 0, 0, None)
+        copied = [keys_step_s(keys, far, rates, 0, 0, None) for far in copied_keys(keys, rates)]
+        return any(seconds < in_place_s for seconds in copied)
+
+    if run_bytes is None or not is_sooner(plan.max_model_len):
+        return None
+    first = plan.kv.groups[0]
+    least = bisect_left(range(plan.max_model_len), True, lo=plan.kv_tokens, key=is_sooner)
+    far_bytes = shape.beyond_gpu(least) * shape.kv_layer_bytes * len(first.layers)
+    return CopyAhead(step_bytes=int(far_bytes), run_bytes=run_bytes)
