@@ -20,72 +20,21 @@ from engine.plan.sizes import (
     pad_batch,
     padded_prefill,
 )
-from engine.run.ahead import AheadDecode, DecodePiece, cut_ahead
+from engine.run.pieces import (
+    PIECE_KEYS,
+    AheadDecode,
+    DecodePiece,
+    PrefillPiece,
+    cut_ahead,
+    cut_pieces,
+    host_places,
+)
 from engine.schedule.step import ScheduledSequence, StepPlan
-from kernels.sizes import DECODE_SPLIT_TOKENS, PREFILL_PART_KEYS
+from kernels.sizes import DECODE_SPLIT_TOKENS
 
 ALIGN_BYTES = 64
 NO_HOST_TIER = 2**31 - 1
 """No block has a number as large."""
-PIECE_KEYS = PREFILL_PART_KEYS
-"""Pieces begin at multiples of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPiece:
-    """Keys begin_key to end_key - 1 of a sequence, and which of its host blocks hold some."""
-
-    begin_key: int
-    end_key: int
-    first_host: int
-    """The first one, counted in the sequence's host blocks in order of position."""
-    num_hosts: int
-
-
-def host_places(
-    table: SequenceOf[int], num_tokens: int, block_size: int, num_gpu: int
-) -> np.ndarray:
-    """Return the places in a table of the first tokens' blocks in the host tier, int64 ascending.
-
-    Blocks with numbers below `num_gpu` lie on the GPU.
-    """
-    count = -(-num_tokens // block_size)
-    return np.flatnonzero(np.asarray(table[:count], dtype=np.int64) >= num_gpu)
-
-
-def cut_pieces(
-    places: np.ndarray, num_tokens: int, block_size: int, stage_blocks: int
-) -> tuple[PrefillPiece, ...]:
-    """Cut the keys of a sequence into pieces of at most `stage_blocks` host blocks.
-
-    What comes before the first host block is a piece of its own, which needs no copy and runs
-    beside that of the next one.
-
-    Raises:
-        EngineError: A buffer does not hold the blocks of PIECE_KEYS keys.
-    """
-    stops = np.arange(PIECE_KEYS, num_tokens + PIECE_KEYS, PIECE_KEYS)
-    stops[-1] = num_tokens
-    # Host blocks that hold a key before each stop.
-    hosts = np.searchsorted(places, -(-stops // block_size))
-    pieces: list[PrefillPiece] = []
-    begin = 0
-    while begin < num_tokens:
-        first = int(np.searchsorted(places, begin // block_size))
-        end = at = 0
-        for most in (stage_blocks,) if pieces else (0, stage_blocks):
-            at = int(np.searchsorted(hosts, first + most, side="right")) - 1
-            end = int(stops[at]) if at >= 0 else 0
-            if end > begin:
-                break
-        if end <= begin:
-            raise EngineError(
-                f"prefill: expected staging buffers of at least {-(-PIECE_KEYS // block_size)} "
-                f"blocks, got {stage_blocks}. This is a fault of the plan."
-            )
-        pieces.append(PrefillPiece(begin, end, first, int(hosts[at]) - first))
-        begin = end
-    return tuple(pieces)
 
 
 @dataclass(frozen=True, slots=True)

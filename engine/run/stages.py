@@ -12,8 +12,8 @@ from engine.device.base import CopyStream, Device
 from engine.kv.memory import KVCache
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
-from engine.run.ahead import AheadDecode, Run
-from engine.run.inputs import PrefillPiece, StagedPrefill
+from engine.run.inputs import StagedPrefill
+from engine.run.pieces import AheadDecode, PrefillPiece, Run
 from kernels.arguments import (
     AttentionCall,
     DecodePart,

@@ -397,8 +397,9 @@ def test_host_memory_of_a_machine_that_is_not_here_is_stated_and_bounds_what_is_
 ) -> None:
     card = ("+model=olmo7b", "gpu=rtx4080_16gb", "kv=cpu", "kv.cpu_gib=100", "offload=auto")
     unknown = found_of(composer, *card)
-    assert unknown.best is not None
-    need = unknown.best["host_total_bytes"] / GIB + 1
+    plan = unknown.rows[-1].plan
+    assert plan is not None
+    need = plan.host_total_bytes / GIB + 1
     text = said(unknown)
     assert f"Needs {need:.2f} GiB of free host memory, including a 1 GiB reserve. Not" in text
     known = found_of(composer, *card, "gpu.host_gib=64")
