@@ -25,6 +25,7 @@ from engine.run.pieces import (
     AheadDecode,
     DecodePiece,
     PrefillPiece,
+    StagedPrefill,
     cut_ahead,
     cut_pieces,
     host_places,
@@ -35,26 +36,6 @@ from kernels.sizes import DECODE_SPLIT_TOKENS
 ALIGN_BYTES = 64
 NO_HOST_TIER = 2**31 - 1
 """No block has a number as large."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagedPrefill:
-    """The part of a sequence that has blocks in the host tier: they are copied to the GPU first."""
-
-    first: int
-    """Place of its first token among the step's."""
-    stop: int
-    """The one after its last."""
-    table: torch.Tensor
-    """int32 [1, M]; blocks of the host tier are named by their place in a staging buffer, counted
-    from the number of blocks on the GPU."""
-    starts: torch.Tensor
-    """int32 [2]: 0 and its number of tokens."""
-    seq_len: torch.Tensor
-    """int32 [1]."""
-    host_ids: torch.Tensor
-    """int64 [n]: its blocks of the host tier in order of position, numbered within the tier."""
-    pieces: tuple[PrefillPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)

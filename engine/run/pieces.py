@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from engine.errors import EngineError
 from kernels.sizes import DECODE_SPLIT_TOKENS, PREFILL_PART_KEYS
@@ -76,6 +77,26 @@ def cut_pieces(
         pieces.append(PrefillPiece(begin, end, first, int(hosts[at]) - first))
         begin = end
     return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPrefill:
+    """The part of a sequence that has blocks in the host tier: they are copied to the GPU first."""
+
+    first: int
+    """Place of its first token among the step's."""
+    stop: int
+    """The one after its last."""
+    table: torch.Tensor
+    """int32 [1, M]; blocks of the host tier are named by their place in a staging buffer, counted
+    from the number of blocks on the GPU."""
+    starts: torch.Tensor
+    """int32 [2]: 0 and its number of tokens."""
+    seq_len: torch.Tensor
+    """int32 [1]."""
+    host_ids: torch.Tensor
+    """int64 [n]: its blocks of the host tier in order of position, numbered within the tier."""
+    pieces: tuple[PrefillPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from engine.device.base import CopyStream, Device
 from engine.kv.memory import KVCache
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
-from engine.run.inputs import StagedPrefill
-from engine.run.pieces import AheadDecode, PrefillPiece, Run
+from engine.run.pieces import AheadDecode, PrefillPiece, Run, StagedPrefill
 from kernels.arguments import (
     AttentionCall,
     DecodePart,
