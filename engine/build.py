@@ -332,6 +332,7 @@ def _fill(
         undo.callback(tier.close)
         try:
             notes = _load(planning.config, planning.spec, stored, device, store, clock, progress)
+            store.loaded()
         except UnpackableError as error:
             if is_last:
                 raise

@@ -671,20 +671,22 @@ class ExpertCache:
         self.last_used.zero_()
 
 
-def expert_cache(num_experts: int, num_slots: int, memory: torch.Tensor) -> ExpertCache:
+def expert_cache(
+    num_experts: int, num_slots: int, memory: torch.Tensor, counts: torch.Tensor
+) -> ExpertCache:
     """Make the state of a cache whose slots are empty.
 
     Args:
         num_experts: of the layer.
         num_slots: of its bank; 0 where experts are only counted.
         memory: uint8 [expert_cache_bytes(num_experts, num_slots)], at a multiple of 8 bytes.
+        counts: as the attribute; stays as it is.
     """
     memory.zero_()
+    longs, at = memory.view(torch.int64), 0
+    found = {"counts": counts}
     sizes = {"last_used": num_slots, "tick": 1, "wanted": num_experts, "served": num_experts}
-    longs = memory.view(torch.int64)
-    found: dict[str, torch.Tensor] = {}
-    at = 0
-    for name, size in {**sizes, "counts": 2}.items():
+    for name, size in sizes.items():
         found[name] = longs[at : at + size]
         at += size
     ints, at = longs[at:].view(torch.int32), 0

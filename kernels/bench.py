@@ -432,7 +432,8 @@ def _experts(device: torch.device) -> Iterator[Case]:
     def empty_cache() -> ExpertCache:
         size = expert_cache_bytes(_EXPERTS, _EXPERT_SLOTS)
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        return expert_cache(_EXPERTS, _EXPERT_SLOTS, memory)
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        return expert_cache(_EXPERTS, _EXPERT_SLOTS, memory, counts)
 
     for num_tokens in (1, 4):
         ids = torch.arange(_ROUTED * num_tokens, dtype=torch.int32, device=device)

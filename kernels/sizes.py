@@ -210,5 +210,5 @@ def expert_cache_bytes(num_experts: int, num_slots: int) -> int:
         num_experts: of a layer.
         num_slots: of its bank.
     """
-    longs, ints = 3 + num_slots + 2 * num_experts, 1 + 3 * num_slots + num_experts
+    longs, ints = 1 + num_slots + 2 * num_experts, 1 + 3 * num_slots + num_experts
     return 8 * (longs + -(-ints // 2))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from catalogue.terminal import EXIT_OK, columns, show
-from engine.plan.memory import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
+from engine.plan.resolve import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
 from engine.sealed import GIB
 from harness.needs import PYTHONS
 

@@ -42,6 +42,12 @@ class Keywords(TypedDict, total=False):
     """Keep full blocks by their content, and share blocks of equal prefixes."""
     enforce_eager: bool
     """Run decode without CUDA graphs."""
+    expert_slots: int | None
+    """Slots of each layer's bank; None: as many as have room beside the KV cache of one
+    sequence of max_model_len."""
+    experts_first: bool
+    """Take the experts of all layers before anything else: a step reads a few of them, and all
+    of the rest."""
     facts_folder: str | None
     """Folder in which a load notes which tensors of a checkpoint codes cannot hold, so that the
     next plan knows; None: nothing is noted."""
@@ -90,7 +96,8 @@ class Keywords(TypedDict, total=False):
     """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
     sequence)."""
     offload_backend: str
-    """auto | uva | prefetch. auto takes prefetch if group_size > 0, else uva if gb > 0."""
+    """auto | uva | prefetch | experts. auto takes prefetch if group_size > 0, else uva if gb >
+    0, else experts if expert_slots is set."""
     offload_group_size: int
     """Layers in a group; 0 turns prefetch off."""
     offload_num_in_group: int

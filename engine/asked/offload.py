@@ -10,7 +10,7 @@ from typing import ClassVar
 from engine.errors import SPOKEN, ConfigError
 from engine.sealed import Sealed, check_choice, from_plain, number, settings
 
-BACKENDS = ("auto", "uva", "prefetch")
+BACKENDS = ("auto", "uva", "prefetch", "experts")
 
 
 class OffloadWarning(UserWarning):
@@ -40,6 +40,9 @@ class UVAOffloadConfig(Sealed):
     """GiB of weights per GPU that live in host memory; 0 turns it off."""
     cpu_offload_params: list[str] = field(default_factory=list)
     """Selectors of whole dotted segments of parameter names; empty selects every decoder layer."""
+    experts_first: bool = False
+    """Take the experts of all layers before anything else: a step reads a few of them, and all of
+    the rest."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
@@ -78,20 +81,42 @@ class PrefetchOffloadConfig(Sealed):
 
 
 @dataclass(kw_only=True)
+class ExpertOffloadConfig(Sealed):
+    """Experts in host memory, with a bank of slots in each layer for those that were used last."""
+
+    section: ClassVar = "offload.experts"
+    expert_slots: int | None = number(None, low=1)
+    """Slots of each layer's bank; null: as many as have room beside the KV cache of one sequence of
+    max_model_len."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether any field differs from its default."""
+        return self != ExpertOffloadConfig()
+
+
+@dataclass(kw_only=True)
 class OffloadConfig(Sealed):
     """Which weights live in host memory and how they reach the compute."""
 
     offload_backend: str = "auto"
-    """auto | uva | prefetch. auto takes prefetch if group_size > 0, else uva if gb > 0."""
+    """auto | uva | prefetch | experts. auto takes prefetch if group_size > 0, else uva if gb > 0,
+    else experts if expert_slots is set."""
     uva: UVAOffloadConfig = field(default_factory=UVAOffloadConfig)
     """Read in place. Construction takes a dict of its fields too, here and below."""
     prefetch: PrefetchOffloadConfig = field(default_factory=PrefetchOffloadConfig)
     """Copied ahead."""
+    experts: ExpertOffloadConfig = field(default_factory=ExpertOffloadConfig)
+    """Cached on the GPU."""
 
     def check(self) -> None:
         """Raise ConfigError on a contradiction; warn about fields that are ignored."""
         check_choice("offload.offload_backend", self.offload_backend, BACKENDS)
-        for name, kind in (("uva", UVAOffloadConfig), ("prefetch", PrefetchOffloadConfig)):
+        for name, kind in (
+            ("uva", UVAOffloadConfig),
+            ("prefetch", PrefetchOffloadConfig),
+            ("experts", ExpertOffloadConfig),
+        ):
             node: object = getattr(self, name)
             if isinstance(node, dict):
                 setattr(self, name, from_plain(kind, node, f"offload.{name}"))
@@ -122,12 +147,14 @@ class OffloadConfig(Sealed):
 
     @property
     def backend(self) -> str:
-        """The backend in force: none | uva | prefetch."""
+        """The backend in force: none | uva | prefetch | experts."""
         if self.offload_backend != "auto":
             return self.offload_backend
         if self.prefetch.offload_group_size > 0:
             return "prefetch"
-        return "uva" if self.uva.cpu_offload_gb > 0 else "none"
+        if self.uva.cpu_offload_gb > 0:
+            return "uva"
+        return "experts" if self.experts.is_set else "none"
 
     def changed(self) -> dict[str, object]:
         """The fields that differ from their defaults, by name."""
@@ -140,15 +167,14 @@ class OffloadConfig(Sealed):
 
     def ignored(self) -> list[str]:
         """The warnings: one sentence for each set of fields without effect."""
-        for node, backend, is_set in (
-            ("prefetch", "uva", self.prefetch.is_set),
-            ("uva", "prefetch", self.uva.is_set),
-        ):
-            if self.offload_backend == backend and is_set:
-                return [
-                    f"offload.{node}: fields are set but offload_backend={backend}, so they are "
-                    f"ignored. Remove them or set offload_backend={node}."
-                ]
+        backend = self.offload_backend
+        nodes = ("prefetch", "uva", "experts") if backend != "auto" else ()
+        others = [name for name in nodes if name != backend and getattr(self, name).is_set]
+        if others:
+            return [
+                f"offload.{others[0]}: fields are set but offload_backend={backend}, so they are "
+                f"ignored. Remove them or set offload_backend={others[0]}."
+            ]
         if (
             self.offload_backend == "auto"
             and self.prefetch.offload_group_size > 0
@@ -158,6 +184,11 @@ class OffloadConfig(Sealed):
                 "offload: both offload.uva.cpu_offload_gb and offload.prefetch.offload_group_size "
                 "are set with offload_backend=auto; prefetch is used and uva is ignored. "
                 "Set offload_backend, or remove one of the two."
+            ]
+        if self.backend != "experts" and self.experts.is_set:
+            return [
+                f"offload.experts: expert_slots is set, but offload_backend=auto takes "
+                f"{self.backend}, so it is ignored. Remove it or set offload_backend=experts."
             ]
         return []
 

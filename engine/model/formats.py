@@ -158,6 +158,8 @@ class Format(ABC):
     name: str
     is_restored: ClassVar[bool] = False
     """Whether its products restore weights that are kept in fewer bytes."""
+    whole_views: ClassVar[frozenset[str]] = frozenset()
+    """Views that have no part for each row."""
 
     @abstractmethod
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from engine.model.formats import (
     EMBEDDING,
@@ -54,6 +54,7 @@ class Lossless(PackedFormat):
     """Codes of 4 bits and bytes of 8, and a table of what the codes of a row do not reach."""
 
     name = "lossless12"
+    whole_views: ClassVar[frozenset[str]] = frozenset({"table"})
 
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:
         """Whether it is a bfloat16 matrix that fills tiles and takes less than it would plain.

@@ -88,6 +88,8 @@ class Source:
 class Grouped(UnpackedFormat):
     """Values and scales of groups, all parts in one scheme."""
 
+    whole_views: ClassVar[frozenset[str]] = frozenset({"columns", "table"})
+
     scheme: Scheme
     dtype: str
     """That the engine computes in."""

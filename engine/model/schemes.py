@@ -12,6 +12,7 @@ ELEMENT_BYTES: Final = MappingProxyType(
         "int64": 8,
         "float32": 4,
         "int32": 4,
+        "int16": 2,
         "float16": 2,
         "bfloat16": 2,
         "uint8": 1,

@@ -21,7 +21,6 @@ from engine.plan.memory import (
     has_kv_room,
     lay_out,
     plan_fits,
-    resolve_max_model_len,
     takes_swap_space,
 )
 from engine.plan.policy import (
@@ -31,6 +30,7 @@ from engine.plan.policy import (
     assign_resident,
     assign_spread,
 )
+from engine.plan.resolve import resolve_max_model_len
 from engine.plan.times import (
     CONTEXT_TOKENS,
     Rates,
@@ -129,7 +129,16 @@ def is_good_length(asked: Asked) -> bool:
         return True  # planning it says what is short
     if asked.reference:
         return fits(asked, assign_layers_on_demand(asked.spec))
+    if asked.config.offload.backend == "experts" and not asked.config.offload.experts.is_set:
+        return _all_have_slots(asked)
     return Chooser(asked).resident_fits if asked.config.planner.choose else would_fit(asked)
+
+
+def _all_have_slots(asked: Asked) -> bool:
+    """Whether banks of experts get as many slots as there are experts."""
+    plan = build_plan(asked, assign(asked.spec, asked.config.offload, asked.formats))
+    every = plan.experts is not None and set(plan.experts.slots) == {plan.experts.num_experts}
+    return every and plan_fits(plan)
 
 
 def auto_fits(asked: Asked) -> bool:

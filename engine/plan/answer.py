@@ -39,7 +39,7 @@ from engine.plan.memory import (
     plan_fits,
     takes_swap_space,
 )
-from engine.plan.policy import Assignment, assign, assign_resident
+from engine.plan.policy import assign, assign_resident
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
 from engine.plan.times import CONTEXT_TOKENS, asked_rates, decode_step_s, shape_of
 from engine.plan.weight_format import in_codes
@@ -764,7 +764,7 @@ def _more_host_kv(asked: Asked, plan: MemoryPlan, planned: Planned) -> list[Way]
         return []
     if asked.config.planner.choose:
         return _host_kv_with_auto(asked, plan, need, planned)
-    placed = Assignment(plan.placements, plan.lookahead)
+    placed = plan.assignment
     wide, _ = _with_host_kv(asked, plan, need)
     gpu_blocks = build_plan(wide, placed).num_gpu_blocks
     enough, words = _with_host_kv(asked, plan, max(1, need - gpu_blocks))

@@ -3,7 +3,7 @@
 Candidates are what the engine can run: an untied embedding table read in place, which costs
 nothing; then as few layers as free the room that is needed, spread evenly, whole or some products
 of each, copied ahead into slots or read in place; the last of them only in part where that is
-enough. Pure arithmetic, no torch.
+enough; or all experts of all layers, cached in banks. Pure arithmetic, no torch.
 """
 
 import math
@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from engine.model.formats import EMBEDDING, HEAD, align
-from engine.model.spec import DTYPE_BYTES
+from engine.model.spec import DTYPE_BYTES, W2, W13
 from engine.plan.memory import (
     Asked,
     MemoryPlan,
@@ -23,7 +23,7 @@ from engine.plan.memory import (
     plan_fits,
     step_blocks,
 )
-from engine.plan.policy import Assignment, assign_resident, spread_layers
+from engine.plan.policy import Assignment, assign_cached, assign_resident, spread_layers
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
 from engine.plan.sizes import captured_bytes
 from engine.plan.times import (
@@ -35,7 +35,7 @@ from engine.plan.times import (
     shape_of,
     step_s,
 )
-from engine.plan.units import ON_DEMAND, PREFETCH, UVA, Residence
+from engine.plan.units import CACHED, ON_DEMAND, PREFETCH, UVA, Residence
 from engine.sealed import GIB
 
 TIE: Final = 0.002
@@ -122,7 +122,8 @@ def label_of(
     if used := [items for items in taken if items]:
         what = f"{len(used)} layers" if name == "whole layers" else f"{name} of {len(used)} layers"
         if used[-1] != used[0]:
-            what += f" (of the last: {', '.join(item.split('.')[-2] for item in used[-1])})"
+            last = (item.removesuffix(".weight").split(".")[-1] for item in used[-1])
+            what += f" (of the last: {', '.join(last)})"
         parts.append(f"{what} {kind.label(slots)}")
     return "; ".join(parts)
 
@@ -133,6 +134,8 @@ QKV, OUT, GATE_UP, DOWN = (
     "mlp.gate_up_proj.weight",
     "mlp.down_proj.weight",
 )
+PRODUCTS: Final = (QKV, OUT, GATE_UP, DOWN, W13, W2)
+"""What may be taken of a layer alone."""
 GRANULES: Final = {
     "whole layers": (),
     "mlp": (GATE_UP, DOWN),
@@ -141,6 +144,7 @@ GRANULES: Final = {
     "mlp.down_proj": (DOWN,),
     "self_attn.qkv_proj": (QKV,),
     "self_attn.o_proj": (OUT,),
+    "experts": (W13, W2),
 }
 """What is taken of a layer; nothing named: all of it."""
 NEAR: Final = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.35, 1.5, 1.75)
@@ -157,11 +161,14 @@ class Chooser:
         self._rates = asked_rates(asked)
         self._layers = asked.spec.num_hidden_layers
         self._objective = asked.config.planner.objective
-        self._tensors = {
-            same[0].name.split(".", 3)[3]: min(align(asked.formats.num_bytes(t)) for t in same)
-            for same in zip(*map(asked.spec.layer_tensors, range(self._layers)), strict=True)
-        }
-        """Bytes that taking a tensor of a layer frees, of whichever layer."""
+        self._tensors: list[dict[str, int]] = [
+            {
+                tensor.name.split(".", 3)[3]: align(asked.formats.num_bytes(tensor))
+                for tensor in asked.spec.layer_tensors(layer)
+            }
+            for layer in range(self._layers)
+        ]
+        """Bytes that taking a tensor of each layer frees, by its short name."""
         outer = asked.spec.outer_tensors()
         self._outer = {tensor.name: align(asked.formats.num_bytes(tensor)) for tensor in outer}
         self.resident = build_plan(asked, assign_resident(asked.spec))
@@ -317,18 +324,26 @@ class Chooser:
         for blocks in targets:
             for outer in self._outer_options():
                 found = False
-                for kind in kinds:
-                    for lookahead in (1, 2) if kind is PREFETCH else (1,):
-                        for name in GRANULES:
-                            item = self._candidate(blocks, outer, kind, lookahead, name)
-                            if item is None:
-                                continue
-                            found |= item.plan.num_gpu_blocks >= self._fewest_blocks
-                            if item.label and item.label not in seen:
-                                seen.add(item.label)
-                                yield item
+                for item in self._sorts(blocks, outer, kinds):
+                    found |= item.plan.num_gpu_blocks >= self._fewest_blocks
+                    if item.label and item.label not in seen:
+                        seen.add(item.label)
+                        yield item
                 if found:
                     break  # the head is read from the host only where nothing else is enough
+
+    def _sorts(
+        self, blocks: int, outer: tuple[str, ...], kinds: list[Residence]
+    ) -> Iterator[Candidate]:
+        """Yield of each sort the candidate that leaves room for so many KV blocks."""
+        for kind in kinds:
+            for lookahead in (1, 2) if kind is PREFETCH else (1,):
+                for name in GRANULES:
+                    item = self._candidate(blocks, outer, kind, lookahead, name)
+                    if item is not None:
+                        yield item
+        if (cached := self._cached(blocks, outer)) is not None:
+            yield cached
 
     def _block_targets(self, objective: str) -> list[int]:
         asked, least = self._asked, self._least_blocks
@@ -378,6 +393,21 @@ class Chooser:
         label = label_of(taken, outer, kind, slots, name)
         return self._named(label, self._assignment(taken, outer, kind, lookahead))
 
+    def _cached(self, blocks: int, outer: tuple[str, ...]) -> Candidate | None:
+        """Return what caches experts in the room that the blocks leave; None: it cannot be."""
+        asked = self._asked
+        if not asked.spec.num_experts or not asked.facts.can_uva:
+            return None
+        found = assign_cached(asked.spec)
+        placements = found.placements | dict.fromkeys(outer, UVA)
+        item = self._named("", replace(found, placements=placements, kv_blocks=blocks))
+        experts = item.plan.experts
+        assert experts is not None
+        least, most = min(experts.slots), max(experts.slots)
+        words = f"experts cached, {least}{f' to {most}' if most > least else ''} slots a layer"
+        label = label_of([], outer, CACHED, 0, "")
+        return replace(item, label="; ".join(filter(None, (label, words))))
+
     def _room(self, blocks: int) -> int:
         """Bytes on the GPU with which there are so many blocks, and stages where they are few."""
         kv, tier = self.resident.kv, self._tier
@@ -390,29 +420,34 @@ class Chooser:
 
     def _choose_layers(self, need: int, name: str, slots: int) -> list[tuple[str, ...]] | None:
         """Return what is taken of each layer so that `need` bytes are freed beside the slots."""
-        whole = GRANULES[name] or tuple(self._tensors)
         none: list[tuple[str, ...]] = [()] * self._layers
         if need <= 0:
             return none
-        size = sum(self._tensors[item] for item in whole)
+        wholes = [GRANULES[name] or tuple(each) for each in self._tensors]
+        having = [at for at, each in enumerate(self._tensors) if each.keys() >= {*wholes[at]}]
+        if not having:
+            return None
+        size = min(sum(self._tensors[at][item] for item in wholes[at]) for at in having)
         count = slots + math.ceil(need / size)
-        if count > self._layers:
+        if count > len(having):
             # A queue takes as much room as there is.
             is_queue = self._objective == "throughput"
-            return [whole] * self._layers if is_queue and not GRANULES[name] else None
+            return wholes if is_queue and not GRANULES[name] else None
         taken = none
-        places = spread_layers(self._layers, count)
+        places = [having[at] for at in spread_layers(len(having), count)]
         for layer in places:
-            taken[layer] = whole
-        taken[places[-1]] = self._part(whole, need - (count - 1 - slots) * size)
+            taken[layer] = wholes[layer]
+        last = places[-1]
+        taken[last] = self._part(last, wholes[last], need - (count - 1 - slots) * size)
         return taken
 
-    def _part(self, whole: tuple[str, ...], least: int) -> tuple[str, ...]:
-        """Return the fewest bytes of products that reach `least`, or the whole."""
-        products = [item for item in whole if item in {QKV, OUT, GATE_UP, DOWN}]
+    def _part(self, layer: int, whole: tuple[str, ...], least: int) -> tuple[str, ...]:
+        """Return the fewest bytes of a layer's products that reach `least`, or the whole."""
+        products = [item for item in whole if item in PRODUCTS]
         counts = range(1, len(products) + 1)
         options = [items for count in counts for items in combinations(products, count)]
-        sizes = {items: sum(self._tensors[item] for item in items) for items in options}
+        tensors = self._tensors[layer]
+        sizes = {items: sum(tensors[item] for item in items) for items in options}
         enough = [items for items in options if sizes[items] >= least]
         part = min(enough, key=sizes.__getitem__, default=whole)
         return whole if len(part) == len(products) else part

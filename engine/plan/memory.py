@@ -7,12 +7,14 @@ from functools import cached_property
 from typing import Any
 
 from engine.asked.config import EngineConfig, GPUConfig
-from engine.errors import CapacityError, ConfigError
+from engine.errors import CapacityError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
 from engine.model.rounding import described, weight_formats
 from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.experts import ExpertPlan, plan_experts
 from engine.plan.notebook import plan_html
 from engine.plan.policy import Assignment, fall_back
+from engine.plan.resolve import capability_notes, window_notes
 from engine.plan.sizes import (
     HOST_DECODES,
     MAX_LOAD_THREADS,
@@ -34,7 +36,17 @@ from engine.plan.sizes import (
     runtime_bytes,
     tokenizer_bytes,
 )
-from engine.plan.units import RESIDENCES, RESIDENT, UVA, LayerPlan, Residence, Slab, Slots, Unit
+from engine.plan.units import (
+    CACHED,
+    RESIDENCES,
+    RESIDENT,
+    UVA,
+    LayerPlan,
+    Residence,
+    Slab,
+    Slots,
+    Unit,
+)
 from engine.sealed import GIB
 
 UNKNOWN_HOST_BYTES = 2**50
@@ -139,6 +151,8 @@ class MemoryPlan:
     weight_format: dict[str, Any] | None = field(default=None, repr=False)
     """What was asked and chosen, bytes by format, and what stays plain and why; None: all weights
     are as the checkpoint has them, as asked."""
+    experts: ExpertPlan | None = None
+    """Experts and their banks; None: a dense model."""
     quantize: str | None = None
     """What the load rounds plain weights to, in words; None: it rounds none."""
     predicted: dict[str, Any] | None = field(default=None, repr=False)
@@ -151,6 +165,12 @@ class MemoryPlan:
     def gpu_total_bytes(self) -> int:
         """Bytes that the plan takes on the GPU."""
         return sum(self.gpu_items.values())
+
+    @property
+    def assignment(self) -> Assignment:
+        """The placements and the banks, for another plan."""
+        slots = () if self.experts is None else self.experts.slots
+        return Assignment(self.placements, self.lookahead, bank_slots=slots)
 
     @property
     def allocator_bytes(self) -> int:
@@ -353,6 +373,7 @@ class MemoryPlan:
             "predicted": self.predicted,
             "choice": self.choice,
             "notes": list(self.notes),
+            **({"experts": self.experts.to_dict()} if self.experts else {}),
             **({"formats": self.formats.to_dict()} if self.formats.others else {}),
             **({"weight_format": self.weight_format} if self.weight_format else {}),
             **({"quantize": self.quantize} if self.quantize else {}),
@@ -461,61 +482,6 @@ class Asked:
         return known[key]
 
 
-BFLOAT16_CAPABILITY = (8, 0)
-"""Compute capability from which on cards compute with bfloat16."""
-TORCH_CAPABILITY = (7, 5)
-"""The least that torch's builds for CUDA 13 have kernels for."""
-
-
-def resolve_dtype(
-    config: EngineConfig, spec: ModelSpec, kind: str, capability: tuple[int, int] | None = None
-) -> str:
-    """Return the dtype in force.
-
-    auto is the checkpoint's on a GPU, float16 for bfloat16 on one without it, float32 on a CPU.
-    """
-    if config.engine.dtype != "auto":
-        return config.engine.dtype
-    if kind == "cpu":
-        return "float32"
-    lacks = capability is not None and capability < BFLOAT16_CAPABILITY
-    return "float16" if lacks and spec.dtype == "bfloat16" else spec.dtype
-
-
-def _capability_notes(asked: "Asked") -> list[str]:
-    """Say what an old card makes of the weights, and that it may not run at all."""
-    capability = asked.facts.compute_capability
-    notes: list[str] = []
-    if capability is None or asked.facts.emulated:
-        return notes
-    name = f"compute capability {'.'.join(map(str, capability))} ({asked.facts.name})"
-    is_changed = asked.dtype != asked.spec.dtype and asked.config.engine.dtype == "auto"
-    if is_changed:
-        notes.append(f"fallback: {name} has no bfloat16, so weights are {asked.dtype}.")
-    if capability < TORCH_CAPABILITY:
-        notes.append(
-            f"torch's builds for CUDA 13 have no kernels for {name}: with those it can be planned, "
-            "not run."
-        )
-    return notes
-
-
-def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the length limit in force.
-
-    Raises:
-        ConfigError: The limit exceeds the model's.
-    """
-    limit = spec.max_position_embeddings
-    asked = limit if config.engine.max_model_len is None else config.engine.max_model_len
-    if not 2 <= asked <= limit:
-        raise ConfigError(
-            "engine.max_model_len: expected at least 2 (one token of prompt, one of output) and at "
-            f"most the model's {limit} positions, got {asked}. Change it."
-        )
-    return asked
-
-
 def fits(asked: Asked, assignment: Assignment) -> bool:
     """Whether this machine can serve it, in GPU and host memory."""
     return plan_fits(build_plan(asked, assignment))
@@ -540,15 +506,12 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     sizes, (activations, logits) = asked.graph_sizes, asked.step_bytes
     budget = gpu_budget_bytes(config, facts)
     notes = list(assignment.notes)
-    use_graphs = bool(_captured_decodes(asked))
-    if use_graphs and layout.offloaded_bytes and not facts.can_pin:
-        use_graphs = False
+    use_graphs, prefills, captured = _captured(asked, layout)
+    if _captured_decodes(asked) and not use_graphs:
         notes.append("fallback: decode runs without graphs, which cannot copy pageable memory.")
-    notes += [*_window_notes(asked), *_capability_notes(asked)]
-    prefills: tuple[tuple[int, int], ...] = ()
-    if sizes:
-        prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
-    captured = prefills if use_graphs and not any(each.units for each in layout.layers) else ()
+    notes += window_notes(config, spec, asked.max_model_len)
+    capability = None if facts.emulated else facts.compute_capability
+    notes += capability_notes(config, spec, dtype, facts.name, capability)
     captured_pool, graph_nodes = captured_bytes(
         spec, facts.kind, sizes if use_graphs else (), captured, size
     )
@@ -568,6 +531,10 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         items["kv_moves"] = tier.ids_bytes
     items |= _packing(asked, items, budget)
     room = budget - sum(items.values())
+    experts = _experts(asked, layout, assignment, room)
+    if experts is not None and experts.bank_bytes:
+        items["expert_banks"] = experts.bank_bytes
+        room -= experts.bank_bytes
     kv, kv_notes = _without_spare(asked, tier.share_out(asked.kv, room))
     if kv.groups[0].in_place:
         items["kv_stages"] = tier.stage_bytes(room)
@@ -612,9 +579,50 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         swap_weights_bytes=_swap_weights_bytes(asked, layout.offloaded_bytes),
         host_kv=host_kv,
         prefix_caching=config.kv.enable_prefix_caching,
+        experts=experts,
         longest_tokens=_longest_tokens(tier, kv, room, spec.max_position_embeddings),
         quantize=described(config.model.quantize),
         facts=facts,
+    )
+
+
+def _captured(
+    asked: Asked, layout: WeightLayout
+) -> tuple[bool, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """Return whether decodes run as graphs, what prompts are padded to, and what of it is captured.
+
+    Graphs cannot copy pageable memory.
+    """
+    use_graphs = bool(_captured_decodes(asked))
+    if layout.offloaded_bytes and not asked.facts.can_pin:
+        use_graphs = False
+    prefills: tuple[tuple[int, int], ...] = ()
+    if asked.graph_sizes:
+        settings = asked.config.engine
+        prefills = prefill_sizes(settings.max_num_seqs, settings.max_num_batched_tokens)
+    offloads = any(layer.units for layer in layout.layers)
+    return use_graphs, prefills, prefills if use_graphs and not offloads else ()
+
+
+def _experts(
+    asked: Asked, layout: WeightLayout, assignment: Assignment, room: int
+) -> ExpertPlan | None:
+    """Return where experts lie; banks take what of the room KV leaves, and KV what they leave.
+
+    KV has room for so many blocks of the first group, or one sequence of max_model_len, unless the
+    least banks need it.
+    """
+    if not asked.spec.num_experts:
+        return None
+    kv, count = asked.kv, assignment.kv_blocks
+    room -= kv.room(kv.blocks(kv.max_model_len)[0] if count is None else count)
+    return plan_experts(
+        asked.config.model,
+        asked.spec,
+        asked.formats,
+        layout.layers,
+        assignment.bank_slots,
+        room,
     )
 
 
@@ -736,22 +744,6 @@ def _longest_tokens(tier: HostTierSizes, kv: KVSizes, room: int, limit: int) -> 
     return max(on_gpu, kv.longest(room - tier.in_place_bytes(room), tier.reach, limit))
 
 
-def _window_notes(asked: Asked) -> list[str]:
-    if not asked.config.kv.disable_sliding_window:
-        return []
-    windows = [window for window in asked.spec.windows if window is not None]
-    if not windows:
-        return ["kv.disable_sliding_window: this model has no window, so nothing changes."]
-    windows = [window for window in windows if window < asked.max_model_len]
-    if not windows:
-        return []
-    tokens = " or ".join(map(str, sorted(set(windows))))
-    return [
-        f"kv.disable_sliding_window: {len(windows)} of {asked.spec.num_hidden_layers} layers "
-        f"attend to the whole context instead of {tokens} tokens, which the model was not made for."
-    ]
-
-
 def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
     """Return memory_gib (or the card's) times gpu_memory_utilization.
 
@@ -780,7 +772,8 @@ def _slots(
     units: dict[Residence, list[Unit]] = {}
     for layer in layout.layers:
         for unit in layer.units:
-            units.setdefault(unit.residence, []).append(unit)
+            if unit.residence is not CACHED:  # whose banks are planned apart
+                units.setdefault(unit.residence, []).append(unit)
     outer = [
         align(formats.num_bytes(tensor))
         for tensor in layout.outer_offloaded.tensors

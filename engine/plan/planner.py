@@ -34,8 +34,6 @@ from engine.plan.memory import (
     MemoryPlan,
     build_plan,
     plan_fits,
-    resolve_dtype,
-    resolve_max_model_len,
     takes_swap_space,
 )
 from engine.plan.policy import (
@@ -46,6 +44,7 @@ from engine.plan.policy import (
     assign_spread,
 )
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
+from engine.plan.resolve import resolve_dtype, resolve_max_model_len
 from engine.plan.times import (
     CONTEXT_TOKENS,
     PREFILL_TOKENS,
@@ -191,7 +190,7 @@ def plan_again(
     length, dtype = plan.max_model_len, plan.dtype
     asked = Asked(config, spec, facts, dtype, length, reference, tensor_formats, unpackable)
     with _explained():
-        again = _finished(_fit(asked, Assignment(plan.placements, plan.lookahead)), asked, [])
+        again = _finished(_fit(asked, replace(_assigned(plan, asked), notes=[])), asked, [])
     record = plan.weight_format and plan.weight_format | stored(asked)
     notes = tuple(dict.fromkeys((*plan.notes, *again.notes)))
     return replace(again, notes=notes, choice=plan.choice, weight_format=record)
@@ -274,7 +273,7 @@ def _mixed_as_set(plans: Mapping[str, MemoryPlan], asked: Asked) -> tuple[Memory
     """
     mix, coded = layers_alone(asked), plans.get(LOSSLESS)
     if coded is not None:
-        mix = best_mix(asked, _assigned(coded), Chooser(asked).mixed_s)
+        mix = best_mix(asked, _assigned(coded, asked), Chooser(asked).mixed_s)
     try:
         return None if mix is None else (_plan(mix), mix)
     except CapacityError:
@@ -292,7 +291,7 @@ def _mixed_as_chosen(
     chooser, plain = Chooser(asked), plans.get(PLAIN)
     tried = chooser.without_moves()
     if plain is not None and plain.offloaded_layers:
-        tried[(plain.choice or {})["chosen"]] = _assigned(plain)
+        tried[(plain.choice or {})["chosen"]] = _assigned(plain, asked)
     found = [
         (label, mix, assignment)
         for label, assignment in tried.items()
@@ -302,7 +301,7 @@ def _mixed_as_chosen(
     best = None if least is None else Chooser(least).best()
     if least is not None and best is not None:
         plan, [candidate, *_] = best
-        found.append((candidate.label, least, _assigned(plan)))
+        found.append((candidate.label, least, _assigned(plan, least)))
     if not found:
         return None
     label, mix, assignment = min(found, key=lambda item: chooser.mixed_s(*item[1:]))
@@ -312,10 +311,15 @@ def _mixed_as_chosen(
     return replace(plan, choice=choice, notes=tuple(notes)), mix
 
 
-def _assigned(plan: MemoryPlan) -> Assignment:
-    """Return the placements of a plan, with what was noted of them."""
+def _assigned(plan: MemoryPlan, asked: Asked) -> Assignment:
+    """Return the placements of a plan for one in other formats, with what was noted of them.
+
+    Banks of experts get the room that the same KV blocks leave, unless their slots are set.
+    """
     notes = [note for note in plan.notes if note.startswith("fallback")]
-    return Assignment(plan.placements, plan.lookahead, notes)
+    found = replace(plan.assignment, notes=notes, kv_blocks=plan.num_gpu_blocks)
+    is_set = asked.config.offload.experts.expert_slots is not None
+    return found if is_set else replace(found, bank_slots=())
 
 
 def answer(
@@ -408,8 +412,34 @@ def _finished(plan: MemoryPlan, asked: Asked, notes: list[str]) -> MemoryPlan:
     predicted = predict(plan, asked.spec, rates) | {
         "host_kv": predict_host_kv(plan, asked.spec, rates)
     }
+    if orders := _orders(asked, plan, rates):
+        predicted |= {"orders": orders}
     longest = _longest_tokens(asked, plan)
     return replace(plan, notes=(*plan.notes, *notes), predicted=predicted, longest_tokens=longest)
+
+
+def _orders(asked: Asked, plan: MemoryPlan, rates: Rates) -> dict[str, Any]:
+    """Return what reading in place costs where layers are taken in order, and experts first.
+
+    Empty unless cpu_offload_gb takes tensors of a model with experts in either order.
+    """
+    config, uva = asked.config, asked.config.offload.uva
+    is_uva = config.offload.backend == "uva" and not config.planner.choose and not asked.reference
+    if plan.experts is None or not is_uva or uva.cpu_offload_params:
+        return {}
+    found = {}
+    for name, is_first in (("layers", False), ("experts_first", True)):
+        each = plan
+        if is_first != uva.experts_first:
+            offload = replace(config.offload, uva=replace(uva, experts_first=is_first))
+            each = build_plan(asked, assign(asked.spec, offload, asked.formats))
+        assert each.experts is not None
+        context = min(CONTEXT_TOKENS, each.max_model_len)
+        found[name] = {
+            "bytes_per_step": each.bytes_per_step() + each.experts.bytes_per_step(),
+            "decode_step_ms": decode_step_s(shape_of(each, asked.spec), rates, 1, context) * 1e3,
+        }
+    return found
 
 
 def _longest_tokens(asked: Asked, plan: MemoryPlan) -> int:
@@ -417,7 +447,7 @@ def _longest_tokens(asked: Asked, plan: MemoryPlan) -> int:
 
     Other bytes than those of its blocks grow with it too, so it is not that of `plan`.
     """
-    assignment, length = Assignment(plan.placements, plan.lookahead), plan.longest_tokens
+    assignment, length = plan.assignment, plan.longest_tokens
     good, bad = asked.max_model_len, asked.spec.max_position_embeddings + 1
     while bad - good > 1:
         if not good < length < bad:

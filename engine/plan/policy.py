@@ -8,7 +8,7 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import ModelSpec
-from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENT, UVA, Residence
+from engine.plan.units import CACHED, ON_DEMAND, PREFETCH, RESIDENT, UVA, Residence
 
 
 def matches(selector: str, name: str) -> bool:
@@ -25,10 +25,17 @@ WEIGHT_ALIASES: Final = ("qweight", "weight_packed")
 """What quantised checkpoints call a weight."""
 
 
+EXPERT_ALIASES: Final = ("w13_weight", "w2_weight")
+"""What matrices of all experts of a layer are called, whatever follows: w13_weight_scale too."""
+
+
 def _usual(selector: str) -> str:
     """Return a selector with the weight under its usual name."""
     *before, last = selector.split(".")
-    return ".".join([*before, "weight" if last in WEIGHT_ALIASES else last])
+    if last in WEIGHT_ALIASES:
+        last = "weight"
+    of_experts = (name for name in EXPERT_ALIASES if last.startswith(f"{name.split('_')[0]}_"))
+    return ".".join([*before, next(of_experts, last)])
 
 
 def selected(tensor: TensorSpec, selectors: Sequence[str]) -> bool:
@@ -50,7 +57,7 @@ def check_selectors(setting: str, selectors: Sequence[str], tensors: Iterable[Te
         raise ConfigError(
             f"{setting}: expected whole dotted segments of a parameter name, got {selector!r}, "
             f"which matches no parameter of this model. Segments here: {shown}; aliases: qkv_proj, "
-            f"gate_up_proj, {', '.join(WEIGHT_ALIASES)}."
+            f"gate_up_proj, {', '.join((*WEIGHT_ALIASES, *EXPERT_ALIASES))}."
         )
 
 
@@ -73,6 +80,10 @@ class Assignment:
     lookahead: int = 1
     """Offloaded layers that are copied ahead (prefetch)."""
     notes: list[str] = field(default_factory=list)
+    bank_slots: tuple[int, ...] = ()
+    """Slots of each layer's bank of experts; empty: as many as have room."""
+    kv_blocks: int | None = None
+    """KV blocks of the first group that banks leave room for; None: one sequence's."""
 
 
 def assign(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -> Assignment:
@@ -86,6 +97,8 @@ def assign(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -> As
             found = assign_uva(spec, config, formats)
         case "prefetch":
             found = assign_prefetch(spec, config)
+        case "experts":
+            found = assign_experts(spec, config)
         case _:
             if config.uva.cpu_offload_params:
                 assign_uva(spec, config, formats)  # raises: there is no budget
@@ -136,10 +149,36 @@ def assign_layers_on_demand(spec: ModelSpec) -> Assignment:
     return Assignment(placements, notes=["reference: every layer is copied on demand"])
 
 
+def assign_cached(spec: ModelSpec) -> Assignment:
+    """Place all experts in host memory, with a bank for some in each layer; the rest on the GPU."""
+    experts = (tensor.name for tensor in spec.tensors() if tensor.num_experts)
+    return Assignment(assign_resident(spec).placements | dict.fromkeys(experts, CACHED))
+
+
+def assign_experts(spec: ModelSpec, config: OffloadConfig) -> Assignment:
+    """Place as `assign_cached` does, with banks of as many slots as are set.
+
+    Raises:
+        ConfigError: The model has no experts.
+    """
+    if not spec.num_experts:
+        raise ConfigError(
+            f"offload_backend={config.offload_backend}: expected a model with experts for "
+            f"offload=experts, got {spec.model_type}, which is dense. Set offload=uva or "
+            "offload=prefetch."
+        )
+    found, slots = assign_cached(spec), config.experts.expert_slots
+    if slots is None:
+        return found
+    layers = sum(map(spec.has_experts, range(spec.num_hidden_layers)))
+    return replace(found, bank_slots=(slots,) * layers)
+
+
 def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -> Assignment:
     """Place tensors in layer order until their bytes reach cpu_offload_gb.
 
-    The last tensor may overshoot the budget; a product joined of several parameters counts as one.
+    With experts_first those of experts come before all others. The last tensor may overshoot the
+    budget; a product joined of several parameters counts as one.
 
     Raises:
         ConfigError: A selector matches nothing, or nothing would move.
@@ -154,6 +193,13 @@ def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -
         outer = [t for t in spec.outer_tensors() if not (is_tied and t.name == EMBEDDING)]
         check_selectors(setting, selectors, [*layers, *outer])
         candidates = [t for t in [*layers, *outer] if selected(t, selectors)]
+    if config.uva.experts_first:
+        if not spec.num_experts:
+            raise ConfigError(
+                "offload.uva.experts_first: expected a model with experts, got "
+                f"{spec.model_type}, which is dense: it would have no effect. Remove it."
+            )
+        candidates = sorted(candidates, key=lambda tensor: not tensor.num_experts)
     if budget <= 0:
         raise ConfigError(
             "offload.uva.cpu_offload_gb: expected more than 0 GiB with "
@@ -244,7 +290,7 @@ def fall_back(assignment: Assignment, *, can_pin: bool, can_uva: bool, reason: s
         f"fallback: {', '.join(kinds)} is not possible ({reason}); {len(changed)} tensors are "
         f"copied on demand from {memory} host memory."
     )
-    return Assignment(served, assignment.lookahead, [*assignment.notes, note])
+    return replace(assignment, placements=served, notes=[*assignment.notes, note])
 
 
 def _widened_notes(

@@ -1,72 +1,23 @@
-"""Predicted times: rates of a machine, steps, prompts, loads, and the host tier of KV blocks."""
+"""Predicted times: rates of a machine, steps, prompts and loads."""
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
 from engine.asked.config import ANY_CARD, GPUConfig
-from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
+from engine.model.formats import EMBEDDING
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
+from engine.plan.experts import ExpertLayer
+from engine.plan.held import NONE_PACKED, Held, Moved, Packed, held_bytes, moved_by
 from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
+from engine.plan.ring import ring_s
 from engine.plan.sizes import padded_prefill
-from engine.plan.units import Feed, Residence, Slots, moving
+from engine.plan.units import Feed, moving
 from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS
-
-
-def ring_s(
-    compute_s: Sequence[float],
-    copy_s: Sequence[float],
-    num_slots: int,
-    *,
-    wrap: bool,
-    after_s: float = 0.0,
-    launch_s: float = 0.0,
-) -> float:
-    """Return the time of one step of the slot ring, exactly as engine.weights.residence runs it.
-
-    Copies run one after another. Offloaded layer k waits for its copy; when it is done its slot is
-    refilled with layer k + S, or, with `wrap`, after the last of that chain with its first. At the
-    end of the step all copies are joined, so every step is like the one before.
-
-    Args:
-        compute_s: Of each layer.
-        copy_s: Of each layer; 0 for those that are not offloaded.
-        num_slots: S, at least 1.
-        wrap: The first S layers lie in their slots when the step begins.
-        after_s: Work after the last layer, beside which copies run on.
-        launch_s: What the host takes to launch one layer. It runs ahead of the device from the
-            beginning of the step, and the device can begin no layer that is not launched.
-    """
-    order = [index for index, seconds in enumerate(copy_s) if seconds > 0]
-    count = len(order)
-    held = list(range(min(num_slots, count)))
-    ready, copied_at, now = [0.0] * len(held), 0.0, 0.0
-    if not wrap:
-        for slot in held:
-            if slot + len(held) < count:  # else the slot has held its only layer since long
-                copied_at += copy_s[order[slot]]
-                ready[slot] = copied_at
-    k = 0
-    for index, seconds in enumerate(compute_s):
-        now = max(now, (index + 1) * launch_s)
-        if k == count or order[k] != index:
-            now += seconds
-            continue
-        slot = k % len(held)
-        now = max(now, ready[slot]) + seconds
-        following = k + len(held)
-        if following >= count:
-            following = slot if wrap else k
-        if held[slot] != following:
-            copied_at = max(copied_at, now) + copy_s[order[following]]
-            ready[slot], held[slot] = copied_at, following
-        k += 1
-    return max(now + after_s, copied_at)
-
 
 LINK_SHARE: Final = 0.86
 """Copy rate from pinned memory over the sheet's link rate: 54.8 (H100) and 55.5 (H200) of 64."""
@@ -318,56 +269,6 @@ PREFILL_TOKENS: Final = 2048
 """Prompt of the predicted prefill (less where max_model_len is)."""
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Bytes of weights that products restore."""
-
-    stored: int = 0
-    plain: int = 0
-    """Once they are restored."""
-    quantised: int = 0
-    """Those of `stored` that a checkpoint keeps quantised."""
-    quantised_plain: int = 0
-    """Once they are restored."""
-
-    def __add__(self, other: "Packed") -> "Packed":
-        """Return both together."""
-        return Packed(
-            self.stored + other.stored,
-            self.plain + other.plain,
-            self.quantised + other.quantised,
-            self.quantised_plain + other.quantised_plain,
-        )
-
-    @classmethod
-    def among(cls, tensors: Iterable[TensorSpec], formats: TensorFormats) -> "Packed":
-        """Return those among some tensors."""
-        restored = formats.restored(tensors)
-        quantised = [tensor for tensor, _ in formats.unpacked(restored)]
-        return cls(
-            *(
-                size
-                for each in (restored, quantised)
-                for size in (formats.total_bytes(each), sum(map(formats.default.num_bytes, each)))
-            )
-        )
-
-
-NONE_PACKED: Final = Packed()
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Bytes of layers that have one residence in host memory."""
-
-    residence: Residence
-    sizes: tuple[int, ...]
-    """Bytes in each layer; 0: none."""
-    packed: tuple[Packed, ...]
-    """Those of them that products restore."""
-    num_slots: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What the times of a plan depend on beside the plan; bytes are those of its formats."""
@@ -375,8 +276,10 @@ class Shape:
     plan: MemoryPlan
     moved: tuple[Moved, ...]
     """What lies in host memory, by residence."""
-    packed: tuple[Packed, ...]
-    """Of each layer in GPU memory, what products restore."""
+    dense: Held
+    """Of each layer by where it lies, without experts: what products read."""
+    expert: Held
+    """The same of experts, all of them; empty for a dense model."""
     head_bytes: int
     """Outside the layers, read from GPU memory by every step."""
     head_packed: Packed
@@ -387,7 +290,8 @@ class Shape:
     """Outside the layers, copied on demand by every step."""
     embed_row_bytes: int
     """Read in place from host memory for each token; 0 where the table is in GPU memory."""
-    layer_params: int
+    layer_params: tuple[float, ...]
+    """Of each layer, those that a token is multiplied with."""
     head_params: int
     q_size: int
     kv_layer_bytes: int
@@ -399,11 +303,6 @@ class Shape:
     def is_float32(self) -> bool:
         """Whether products take float32."""
         return self.plan.dtype == "float32"
-
-    @property
-    def resident_bytes(self) -> list[int]:
-        """Bytes of each layer in GPU memory."""
-        return [layer.resident.num_bytes for layer in self.plan.layers]
 
     @cached_property
     def known_kinds(self) -> "dict[bool, tuple[list[Kind], list[int]]]":
@@ -436,14 +335,15 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
             limits[layer] = group.window or plan.max_model_len
     return Shape(
         plan=plan,
-        moved=tuple(_moved(plan, slots) for slots in plan.slots),
-        packed=tuple(Packed.among(layer.resident.tensors, formats) for layer in plan.layers),
+        moved=tuple(moved_by(plan, slots) for slots in plan.slots),
+        dense=held_bytes(plan, of_experts=False),
+        expert=held_bytes(plan, of_experts=True) if plan.experts else {},
         head_packed=Packed.among((t for t in spec.outer_tensors() if t.name in read), formats),
         head_bytes=sum(outer[n] for n in read if not places[n].reads_in_place),
         head_in_place_bytes=sum(outer[n] for n in read if places[n].reads_in_place),
         outer_copied_bytes=sum(outer[n] for n in copied),
         embed_row_bytes=row_bytes if places[EMBEDDING].reads_in_place else 0,
-        layer_params=sum(t.numel for t in spec.layer_tensors(0)),
+        layer_params=_layer_params(spec),
         head_params=spec.vocab_size * spec.hidden_size,
         q_size=spec.q_size,
         kv_layer_bytes=2 * spec.kv_size * DTYPE_BYTES[plan.dtype],
@@ -451,14 +351,11 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
     )
 
 
-def _moved(plan: MemoryPlan, slots: Slots) -> Moved:
-    sizes, packed = [0] * len(plan.layers), [NONE_PACKED] * len(plan.layers)
-    for layer in plan.layers:
-        for unit in layer.units:
-            if unit.residence is slots.residence:
-                sizes[layer.index] = unit.slab.num_bytes
-                packed[layer.index] = Packed.among(unit.slab.tensors, plan.formats)
-    return Moved(slots.residence, tuple(sizes), tuple(packed), slots.count)
+def _layer_params(spec: ModelSpec) -> tuple[float, ...]:
+    """Return the parameters of each layer that a token is multiplied with."""
+    share = spec.num_experts_per_tok / max(1, spec.num_experts)
+    layers = map(spec.layer_tensors, range(spec.num_hidden_layers))
+    return tuple(sum(t.numel * (share if t.num_experts else 1) for t in each) for each in layers)
 
 
 def step_s(
@@ -528,38 +425,16 @@ def keys_step_s(
 ) -> float:
     """Return the time of one step that gets at keys in host memory in one way."""
     shape, decodes = keys.shape, keys.decodes
-    plan, tokens, sequences = shape.plan, decodes + prefill, decodes + (rows or min(1, prefill))
-    graphed = plan.use_graphs
+    plan, sequences = shape.plan, decodes + (rows or min(1, prefill))
+    graphed, padded, tokens = plan.use_graphs, prefill, decodes + prefill
     if prefill:
-        padded = padded_prefill(plan.captured_prefills, decodes, prefill, rows or 1)
-        graphed = padded is not None
-        prefill, tokens = (padded[1], sum(padded)) if padded else (prefill, tokens)
-    flops = 2.0 * tokens * shape.layer_params
-    matrix_rate = _matrix_rate(shape, rates)
-    seen = before + prefill / (2 * max(1, rows or 1))
-    hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
+        found = padded_prefill(plan.captured_prefills, decodes, prefill, rows or 1)
+        graphed = found is not None
+        padded, tokens = (found[1], sum(found)) if found else (prefill, tokens)
+    step = _Step(keys, far, prefill, padded, before, max(1, rows or 1), tokens, sequences)
     is_staged = plan.stage_tokens is not None and tokens >= plan.stage_tokens
-    tiles, reads = math.ceil(tokens / IN_PLACE_TILE_ROWS), _reads(shape, rates, tokens)
-    # Products of few rows read while they compute; those of libraries hide little of their reads.
-    is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
-    both: Callable[[float, float], float] = max if is_small else operator.add
-
-    def layer_s(from_gpu: Read, in_place: Read, limit: int, is_first: bool) -> tuple[float, float]:
-        """The time of a layer, and of it what KV in host memory holds the link."""
-        attention_s = 4.0 * shape.q_size * prefill * min(seen, limit) / matrix_rate
-        near_bytes, far_bytes, staged_bytes = keys.in_layer(limit, is_first=is_first)
-        far_s, staged_s = far_bytes / far.bytes_s, staged_bytes / place_rate
-        read = reads * from_gpu.plain / (WEIGHT_SHARE * hbm_rate)
-        read += reads * in_place.plain * tiles / place_rate if in_place.plain else 0.0
-        restored_s, read_s = _packed_s(rates, tokens, from_gpu.packed, in_place.packed)
-        seconds = both(read + read_s, flops / matrix_rate + attention_s)
-        seconds += near_bytes / (KV_SHARE * hbm_rate) + restored_s + rates.layer_overhead_s
-        seconds += sequences * rates.sequence_overhead_s
-        seconds += far_s - min(far_s, seconds, far.beside_s)
-        return seconds + max(0.0, staged_s - attention_s), far_s + staged_s  # beside attention
-
     kinds, of_layers = _kinds(shape, is_staged=is_staged)
-    known = [layer_s(*kind) for kind in kinds]
+    known = [_layer_s(rates, step, kind) for kind in kinds]
     times = [known[kind] for kind in of_layers]
     compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
     after = _outside_s(shape, rates, tokens, sequences)
@@ -568,6 +443,53 @@ def keys_step_s(
         shape, rates, compute, after, is_staged=is_staged, kv_link_s=kv_link_s, launch_s=launch_s
     )
     return seconds + rates.step_overhead_s
+
+
+class _Step(NamedTuple):
+    """What a step computes."""
+
+    keys: Keys
+    far: FarKeys
+    prompt_tokens: int
+    prefill: int
+    """The same, padded."""
+    before: int
+    prompts: int
+    """At least 1."""
+    tokens: int
+    """In all, padded."""
+    sequences: int
+    """With rows of logits."""
+
+
+def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
+    """Return the time of a layer, and of it what KV and experts in host memory hold the link."""
+    from_gpu, in_place, limit, is_first, params, experts = kind
+    shape, tokens, far = step.keys.shape, step.tokens, step.far
+    matrix_rate = _matrix_rate(shape, rates)
+    flops, seen = 2.0 * tokens * params, step.before + step.prefill / (2 * step.prompts)
+    hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
+    attention_s = 4.0 * shape.q_size * step.prefill * min(seen, limit) / matrix_rate
+    near_bytes, far_bytes, staged_bytes = step.keys.in_layer(limit, is_first=is_first)
+    far_s, staged_s = far_bytes / far.bytes_s, staged_bytes / place_rate
+    read = _reads(shape, rates, tokens) * from_gpu.plain / (WEIGHT_SHARE * hbm_rate)
+    if in_place.plain:
+        tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
+        read += _reads(shape, rates, tokens) * in_place.plain * tiles / place_rate
+    restored_s, read_s = _packed_s(rates, tokens, from_gpu.packed, in_place.packed)
+    missed_s = 0.0
+    if experts is not None:
+        before_s, routed_s, missed_s = _experts_s(rates, step, experts)
+        restored_s, read_s = restored_s + before_s, read_s + routed_s
+    # Products of few rows read while they compute; those of libraries hide little of their reads.
+    is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
+    both: Callable[[float, float], float] = max if is_small else operator.add
+    seconds = both(read + read_s, flops / matrix_rate + attention_s)
+    seconds += near_bytes / (KV_SHARE * hbm_rate) + restored_s + rates.layer_overhead_s
+    seconds += step.sequences * rates.sequence_overhead_s + missed_s
+    seconds += far_s - min(far_s, seconds, far.beside_s)
+    # Staged beside attention.
+    return seconds + max(0.0, staged_s - attention_s), far_s + staged_s + missed_s
 
 
 def copied_keys(keys: Keys, rates: Rates) -> Iterator[FarKeys]:
@@ -644,38 +566,105 @@ class Read(NamedTuple):
     packed: Packed
 
 
-Kind = tuple[Read, Read, int, bool]
-"""What a layer reads from GPU memory and in place, its most tokens, and whether it is of the first
-group of KV."""
+class ExpertReads(NamedTuple):
+    """What a layer's products read of its experts, were it all of them."""
+
+    here: Read
+    """From GPU memory, slots among it."""
+    there: Read
+    """In place from host memory."""
+    layer: ExpertLayer
+
+
+class Kind(NamedTuple):
+    """What layers that take equally long have in common."""
+
+    from_gpu: Read
+    in_place: Read
+    limit: int
+    """Most tokens that it attends to."""
+    is_first: bool
+    """It is of the first group of KV."""
+    params: float
+    """That a token is multiplied with."""
+    experts: ExpertReads | None
+    """None: it has none. The other fields are without them."""
 
 
 def _kinds(shape: Shape, *, is_staged: bool) -> tuple[list[Kind], list[int]]:
     """Return the layers that differ, and which of them each layer is like."""
     if is_staged not in shape.known_kinds:
-        first = set(shape.plan.kv.groups[0].layers)
-        reads = zip(_read_bytes(shape, is_staged=is_staged), shape.kv_limits, strict=True)
-        kinds = [(*read, limit, index in first) for index, (read, limit) in enumerate(reads)]
+        first, layers = set(shape.plan.kv.groups[0].layers), range(len(shape.plan.layers))
+        dense = _read_bytes(shape, shape.dense, is_staged=is_staged)
+        routed = _read_bytes(shape, shape.expert, is_staged=is_staged) if shape.expert else None
+        found = {} if shape.plan.experts is None else shape.plan.experts.by_index
+        kinds = [
+            Kind(
+                *dense[index],
+                shape.kv_limits[index],
+                index in first,
+                shape.layer_params[index],
+                None
+                if routed is None or index not in found
+                else ExpertReads(*routed[index], replace(found[index], index=0)),
+            )
+            for index in layers
+        ]
         known = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
         shape.known_kinds[is_staged] = list(known), [known[kind] for kind in kinds]
     return shape.known_kinds[is_staged]
 
 
-def _read_bytes(shape: Shape, *, is_staged: bool) -> list[tuple[Read, Read]]:
+def _read_bytes(shape: Shape, held: Held, *, is_staged: bool) -> list[tuple[Read, Read]]:
     """Return the bytes of each layer that products read from GPU memory, and in place."""
-    from_gpu, packed = shape.resident_bytes, list(shape.packed)
-    in_place, packed_there = [0] * len(from_gpu), [NONE_PACKED] * len(from_gpu)
-    for found in shape.moved:
-        is_direct = found.residence.feed(is_staged=is_staged) is Feed.DIRECT
-        target = (in_place, packed_there) if is_direct else (from_gpu, packed)
-        for layer, (size, more) in enumerate(zip(found.sizes, found.packed, strict=True)):
+    empty = [(0, NONE_PACKED)] * len(shape.plan.layers)
+    totals = {True: list(empty), False: list(empty)}
+    for residence, sizes in held.items():
+        is_direct = residence.feed(is_staged=is_staged) is Feed.DIRECT
+        target = totals[is_direct and residence.is_offloaded]
+        for layer, (size, more) in enumerate(sizes):
             if size:
-                target[0][layer] += size
-                target[1][layer] += more
+                target[layer] = target[layer][0] + size, target[layer][1] + more
     here, there = (
-        [Read(size - held.stored, held) for size, held in zip(sizes, each, strict=True)]
-        for sizes, each in ((from_gpu, packed), (in_place, packed_there))
+        [Read(size - held.stored, held) for size, held in totals[is_there]]
+        for is_there in (False, True)
     )
     return list(zip(here, there, strict=True))
+
+
+EXPERTS_SHARE: Final = 0.65
+"""Grouped products of few tokens, bytes of routed experts read over the copy rate of HBM. Assumed.
+"""
+EXPERTS_OVERHEAD_S: Final = 25e-6
+"""Router, choice, claims of slots and grouped products of one layer, beside their bytes. Assumed.
+"""
+PART_OVERHEAD_S: Final = 15e-6
+"""Claims, copies and products of one more part of a step in a layer. Assumed."""
+
+
+def _experts_s(rates: Rates, step: _Step, experts: ExpertReads) -> tuple[float, float, float]:
+    """Return seconds of experts: before the products, of their reads, and of copies on a miss."""
+    plan, (here, there, layer) = step.keys.shape.plan.experts, experts
+    assert plan is not None
+    decodes = step.keys.decodes
+    num_tokens = decodes + step.prompt_tokens  # padding is routed nowhere
+    num_sequences = decodes + step.prompts * bool(step.prompt_tokens)
+    share = plan.distinct(num_tokens) / plan.num_experts
+    each = max(1.0, num_tokens * plan.top_k / plan.num_experts)
+    place_rate = rates.in_place_gb_s * 1e9
+    read_s = share * here.plain / (EXPERTS_SHARE * rates.hbm_gb_s * 1e9)
+    read_s += share * there.plain * math.ceil(each / IN_PLACE_TILE_ROWS) / place_rate
+    before_s, packed_s = _packed_s(
+        rates, num_tokens, here.packed.share(share), there.packed.share(share)
+    )
+    missed_s = 0.0
+    if layer.num_slots:
+        missed = plan.missed(layer.num_slots, num_tokens, num_sequences)
+        missed_s = missed * layer.cached_bytes / place_rate
+        before_s += (plan.num_parts(layer.num_slots, num_tokens) - 1) * PART_OVERHEAD_S
+    if not rates.is_cpu:
+        before_s += EXPERTS_OVERHEAD_S
+    return before_s, read_s + packed_s, missed_s
 
 
 def _packed_s(
@@ -772,9 +761,13 @@ def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> floa
 
 def load_s(shape: Shape, rates: Rates) -> float:
     """Return the time from the start of a process until all weights are in their places."""
-    plan, in_host = shape.plan, shape.head_in_place_bytes + sum(sum(m.sizes) for m in shape.moved)
-    total = sum(shape.resident_bytes) + shape.head_bytes + in_host
-    packed = sum((*shape.packed, *(p for m in shape.moved for p in m.packed)), shape.head_packed)
+    plan, in_host, total = shape.plan, shape.head_in_place_bytes, shape.head_bytes
+    total, packed = total + in_host, shape.head_packed
+    for held in (shape.dense, shape.expert):
+        for residence, layers in held.items():
+            size = sum(each for each, _ in layers)
+            total, packed = total + size, sum((more for _, more in layers), packed)
+            in_host += size if residence.is_offloaded else 0
     total += packed.plain - packed.stored  # files are read as they are
     if plan.quantize is None:  # in which they are quantised already
         total -= packed.quantised_plain - packed.quantised

@@ -25,6 +25,9 @@ class Feed(Enum):
     """A stream of its own copies them into slots before their layer runs."""
     ON_COMPUTE = auto()
     """They are copied into a slot in line with the compute."""
+    ROUTED = auto()
+    """Experts that a step routes to are copied into a bank in line with it, unless they are there.
+    """
 
 
 class Residence(ABC):
@@ -65,13 +68,19 @@ class Residence(ABC):
     def link_bytes(
         self, units: Sequence["Unit"], formats: TensorFormats, num_slots: int, *, is_staged: bool
     ) -> tuple[int, int]:
-        """Return bytes that cross the link in a step: copied, and read in place."""
+        """Return bytes that cross the link in a step: copied, and read in place.
+
+        Experts that are read in place or cached are not counted: it depends on the routing.
+        """
         sizes = [unit.slab.num_bytes for unit in units]
         match self.feed(is_staged=is_staged):
             case Feed.DIRECT if not self.is_offloaded:
                 return 0, 0
             case Feed.DIRECT:
-                return 0, sum(formats.total_bytes(unit.slab.tensors) for unit in units)
+                tensors = [tensor for unit in units for tensor in unit.slab.tensors]
+                return 0, formats.total_bytes(t for t in tensors if not t.num_experts)
+            case Feed.ROUTED:
+                return 0, 0
             case Feed.ON_COMPUTE:
                 return sum(sizes), 0
             case Feed.AHEAD:  # a unit that has a slot to itself stays there
@@ -130,6 +139,31 @@ class InPlace(Residence):
         return "read in place"
 
 
+class Cached(Residence):
+    """In pinned host memory; experts that a step routes to are copied into a bank, and stay there.
+
+    A bank has slots for some experts of one layer (engine.plan.experts).
+    """
+
+    name = "cached"
+
+    @override
+    def feed(self, *, is_staged: bool) -> Feed:
+        return Feed.ROUTED
+
+    @override
+    def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
+        return 0
+
+    @override
+    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
+        return self if can_pin and can_uva else ON_DEMAND
+
+    @override
+    def label(self, num_slots: int) -> str:
+        return "cached"
+
+
 class CopiedAhead(Residence):
     """In pinned host memory, copied ahead into a ring of slots."""
 
@@ -177,9 +211,10 @@ class OnDemand(Residence):
 
 RESIDENT: Final = Resident()
 UVA: Final = InPlace()
+CACHED: Final = Cached()
 PREFETCH: Final = CopiedAhead()
 ON_DEMAND: Final = OnDemand()
-RESIDENCES: Final[tuple[Residence, ...]] = (RESIDENT, UVA, PREFETCH, ON_DEMAND)
+RESIDENCES: Final[tuple[Residence, ...]] = (RESIDENT, UVA, CACHED, PREFETCH, ON_DEMAND)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from engine.plan.sizes import pad_batch
 from engine.run.inputs import Batch
 from engine.run.routing import Routers
 from engine.run.stages import DecodeStages, PrefillStages, StageBuffers
+from engine.weights.experts import ROUTED, RoutedExperts
 from engine.weights.store import OPERATORS, WeightStore
 from kernels.arguments import (
     AttentionCall,
@@ -316,7 +317,9 @@ class Decoder:
     def _experts(self, batch: Batch, weights: Weights, index: int, hidden: Tensor) -> Tensor:
         ids, shares = self._route(batch, weights, index, hidden)
         products = hidden.new_empty((*ids.shape, self.spec.hidden_size))
-        experts.experts_products(hidden, weights[W13], weights[W2], ids, products)
+        routed: RoutedExperts | None = weights.get(ROUTED)
+        for blocks in (ids,) if routed is None else routed.parts(ids):
+            experts.experts_products(hidden, weights[W13], weights[W2], blocks, products)
         shared = logits = None
         shared_gate = self.layers[index].shared_gate
         if shared_gate is not None:

@@ -138,15 +138,42 @@ class Held:
     source: torch.Tensor
     """uint8, its slab in host memory."""
     num_bytes: int
-    """Bytes of its tensors, without what aligns them."""
+    """Bytes of its tensors, without what aligns them, and without experts."""
     in_place: Operands | None
     """Views of host memory; None where the residence does not read there."""
     copied: Sequence[Operands]
     """Views of each slot."""
 
 
+class Units(Protocol):
+    """The units of one residence, in the order of their layers."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes enqueued host to device so far."""
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Bytes that steps read in host memory so far."""
+
+    def places(self, k: int) -> Sequence[Operands]:
+        """Return what `acquire` of unit k chooses from."""
+
+    def begin_step(self, *, is_staged: bool) -> None:
+        """Start what a step needs first."""
+
+    def acquire(self, k: int) -> int:
+        """Make unit k readable on the compute stream; return the number of its place."""
+
+    def release(self, k: int) -> None:
+        """Say that the last use of unit k in this step is enqueued."""
+
+    def end_step(self) -> None:
+        """Join what runs beside the compute stream."""
+
+
 class HeldUnits:
-    """The units of one residence, in the order of their layers.
+    """Units that are read in place, or copied into slots.
 
     `slots` are uint8 tensors on the device, one for each planned slot.
     """

@@ -16,11 +16,16 @@ from engine.model.formats import (
     ReadFormat,
     TensorSpec,
     UnpackedFormat,
+    View,
 )
+from engine.plan.experts import COUNTER_BYTES, BankLayout, ExpertLayer, bank_tensor
 from engine.plan.memory import MemoryPlan
-from engine.plan.units import LayerPlan, Residence, Slab, Slots, Unit
-from engine.weights.residence import Held, HeldUnits, Operands
+from engine.plan.units import CACHED, RESIDENCES, LayerPlan, Residence, Slab, Slots, Unit
+from engine.weights.experts import ROUTED, CachedUnits, CountedExperts, ExpertBank
+from engine.weights.residence import Held, HeldUnits, Operands, Units
+from kernels.arguments import ExpertArrays, ExpertCache, expert_cache
 from kernels.ops import codes, linear, quantised
+from kernels.sizes import expert_cache_bytes
 
 OPERATORS: Final = Operators(linear, codes, quantised)
 """What formats have products of."""
@@ -37,7 +42,7 @@ class WeightStore:
         self.plan = plan
         self.expert_counters: torch.Tensor | None = None
         """int64 [L, 2] on the device: of each layer with experts hits and misses, which only grow;
-        None where all experts are resident."""
+        None where no expert crosses the link but with its whole layer."""
         self.expert_bytes: np.ndarray | None = None
         """int64 [L]: what crosses the host link for a miss, with `expert_counters`."""
         self._device = device
@@ -45,7 +50,7 @@ class WeightStore:
         resident, host = self._resident_buffer, self._host_buffer.tensor
         self._raw: dict[str, torch.Tensor] = {}
         """Bytes of every tensor by name."""
-        sources: dict[Residence, list[torch.Tensor]] = {found.residence: [] for found in plan.slots}
+        sources: dict[Residence, list[torch.Tensor]] = {kind: [] for kind in RESIDENCES}
         """The host slabs of each residence's units."""
         at_gpu = at_host = 0
         for layer in plan.layers:
@@ -62,8 +67,15 @@ class WeightStore:
         restore_bytes = plan.gpu_items.get("restore", 0)
         self._restored = device.empty(restore_bytes) if restore_bytes else None
         """Where a step of many tokens restores one weight after the other."""
-        self.held = {slots.residence: self._hold(slots, sources) for slots in plan.slots}
+        self._count_experts()
+        self._whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Arrays of banks that belong to no expert, and where they are in host memory."""
+        self.held: dict[Residence, Units] = {
+            slots.residence: self._hold(slots, sources) for slots in plan.slots
+        }
         """The units of each offloaded residence."""
+        if plan.units_of(CACHED):
+            self.held[CACHED] = self._cache()
         self._parts = self._unit_numbers()
         self._operands = [self._layer_operands(layer) for layer in plan.layers]
         self._outer = self._outer_operands()
@@ -80,13 +92,8 @@ class WeightStore:
 
     def _views(self, tensor: TensorSpec, raw: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the arrays that a tensor's bytes are."""
-        found = {}
-        for view in self.plan.formats[tensor.name].views(tensor):
-            dtype: torch.dtype = getattr(torch, view.dtype)
-            size = math.prod(view.shape) * dtype.itemsize
-            array = raw[view.offset : view.offset + size].view(dtype).view(view.shape)
-            found[view.name] = array
-        return found
+        views = self.plan.formats[tensor.name].views(tensor)
+        return {view.name: _viewed(view, raw) for view in views}
 
     def _operand(self, tensor: TensorSpec, raw: torch.Tensor) -> Any:
         views = self._views(tensor, raw)
@@ -109,22 +116,92 @@ class WeightStore:
         units = [
             Held(
                 source=source,
-                num_bytes=self.plan.formats.total_bytes(unit.slab.tensors),
-                in_place={_short(t.name): self._in_place(t) for t in unit.slab.tensors}
-                if kind.reads_in_place
-                else None,
+                num_bytes=self.plan.formats.total_bytes(
+                    tensor for tensor in unit.slab.tensors if not tensor.num_experts
+                ),
+                in_place=self._read_in_place(unit) if kind.reads_in_place else None,
                 copied=[self._copied(unit, slot) for slot in memory],
             )
             for unit, source in zip(self.plan.units_of(kind), sources[kind], strict=True)
         ]
         return HeldUnits(units, slots, memory, self._device)
 
+    def _read_in_place(self, unit: Unit) -> dict[str, Any]:
+        """Return what products take of a unit that is read in host memory."""
+        tensors = unit.slab.tensors
+        found = {_short(tensor.name): self._in_place(tensor) for tensor in tensors}
+        if any(tensor.num_experts for tensor in tensors):
+            layer = int(tensors[0].name.split(".")[2])
+            found[ROUTED] = CountedExperts(self._expert_cache(layer, 0))
+        return found
+
+    def _count_experts(self) -> None:
+        """Allocate the counters of experts that cross the link one by one."""
+        experts = self.plan.experts
+        if experts is None or not any(layer.crossing_bytes for layer in experts.layers):
+            return
+        sizes = [layer.crossing_bytes for layer in experts.layers]
+        counters = self._device.empty(COUNTER_BYTES * len(sizes)).view(torch.int64).view(-1, 2)
+        self.expert_counters = counters.zero_()
+        self.expert_bytes = np.array(sizes, dtype=np.int64)
+
+    def _expert_cache(self, layer: int, num_slots: int) -> ExpertCache:
+        """Return the state of one layer's bank, or what only counts its experts."""
+        experts = self.plan.experts
+        assert experts is not None
+        assert self.expert_counters is not None
+        number = [each.index for each in experts.layers].index(layer)
+        memory = self._device.empty(expert_cache_bytes(experts.num_experts, num_slots))
+        counts = self.expert_counters[number]
+        return expert_cache(experts.num_experts, num_slots, memory, counts)
+
+    def _cache(self) -> CachedUnits:
+        """Return the banks of all layers whose experts are cached."""
+        experts = self.plan.experts
+        assert experts is not None
+        found = [self._bank(layer) for layer in experts.layers if layer.num_slots]
+        return CachedUnits([bank for bank, _ in found], [operands for _, operands in found])
+
+    def _bank(self, layer: ExpertLayer) -> tuple[ExpertBank, dict[str, Any]]:
+        """Return one layer's bank, and what products take of its tensors there."""
+        formats, cache = self.plan.formats, self._expert_cache(layer.index, layer.num_slots)
+        units = self.plan.layers[layer.index].units
+        [tensors] = [unit.slab.tensors for unit in units if unit.residence is CACHED]
+        layout = BankLayout.of(tensors, formats, cache.num_experts, cache.num_slots)
+        memory, sources, targets = self._device.empty(layout.num_bytes), [], []
+        held = {t.name: self._views(t, self._raw[t.name]) for t in tensors}
+        placed: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
+        for array in layout.arrays:
+            name, source = array.tensor.name, held[array.tensor.name][array.source.name]
+            place = placed[name][array.source.name] = _viewed(array.place, memory)
+            if array.is_whole:
+                self._whole.append((place, source))
+                continue
+            reached = self._device.in_place(self._host_buffer, source)
+            sources.append(reached.view(cache.num_experts, -1))
+            targets.append(place.view(cache.num_slots, -1))
+        operands = {}
+        for tensor in tensors:
+            held_there = bank_tensor(tensor, cache.num_slots)
+            operands[_short(tensor.name)] = formats[tensor.name].operand(
+                held_there, placed[tensor.name], OPERATORS, self._restored
+            )
+        return ExpertBank(cache, ExpertArrays.of(sources, targets)), operands
+
+    def loaded(self) -> None:
+        """Take over what banks of experts have whole, once host memory is filled.
+
+        Stream: enqueued on the current stream.
+        """
+        for place, source in self._whole:
+            place.copy_(source)
+
     def _copied(self, unit: Unit, slot: torch.Tensor) -> dict[str, Any]:
         """Return what products take of a unit that was copied into a slot."""
         raws = _cut(self.plan, unit.slab, slot, 0)
         return {_short(t.name): self._operand(t, raws[t.name]) for t in unit.slab.tensors}
 
-    def _unit_numbers(self) -> list[list[tuple[HeldUnits, int]]]:
+    def _unit_numbers(self) -> list[list[tuple[Units, int]]]:
         """Return of each layer its units: who holds them, and their number there."""
         counts = dict.fromkeys(self.held, 0)
         parts = []
@@ -252,7 +329,8 @@ class WeightStore:
 
     def close(self) -> None:
         """Release every view, then the slabs."""
-        self._operands, self._parts, self.held = [], [], {}
+        self._operands, self._parts, self.held, self._whole = [], [], {}, []
+        self.expert_counters = None
         self._outer, self._scratch, self._raw = {}, {}, {}
         self._outer_slot = self._restored = None
         self._resident_buffer = torch.empty(0)
@@ -266,6 +344,13 @@ def _cut(plan: MemoryPlan, slab: Slab, memory: torch.Tensor, base: int) -> dict[
         start = base + offset
         found[tensor.name] = memory[start : start + plan.formats.num_bytes(tensor)]
     return found
+
+
+def _viewed(view: View, memory: torch.Tensor) -> torch.Tensor:
+    """Return an array among bytes."""
+    dtype: torch.dtype = getattr(torch, view.dtype)
+    size = math.prod(view.shape) * dtype.itemsize
+    return memory[view.offset : view.offset + size].view(dtype).view(view.shape)
 
 
 def _short(name: str) -> str:

@@ -50,7 +50,7 @@ from harness.config.schema import GROUPS, RunConfig
 from harness.config.source import SCHEME, Loader, TextSource, copied, keep_texts, quoted, split
 
 NAMED: Final = {
-    "offload": ("none", "uva", "prefetch"),
+    "offload": ("none", "uva", "prefetch", "experts"),
     "kv": ("gpu",),
     "system": ("native", "accelerate", "vllm", "http", "serve"),
     "tracking": ("mlflow", "none"),
@@ -102,10 +102,12 @@ def _settings(config: RunConfig, group: str, name: str) -> dict[str, tuple[str, 
     if name != "none":
         return {"offload.offload_backend": (asked.offload_backend, name)}
     size, room = asked.prefetch.offload_group_size, asked.uva.cpu_offload_gb
+    slots = asked.experts.expert_slots
     found = {
         "offload.offload_backend": (asked.offload_backend, "auto"),
         "offload.prefetch.offload_group_size": (str(size), "0"),
         "offload.uva.cpu_offload_gb": (f"{room:g}", "0"),
+        "offload.experts.expert_slots": ("null" if slots is None else str(slots), "null"),
     }
     return {key: (value, undone) for key, (value, undone) in found.items() if value != undone}
 

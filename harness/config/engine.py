@@ -15,8 +15,8 @@ from engine.model.formats import plain
 from engine.model.rounding import weight_formats
 from engine.model.routing import check_experts, check_trace
 from engine.model.spec import ModelSpec
-from engine.plan.memory import resolve_dtype, resolve_max_model_len
 from engine.plan.policy import assign
+from engine.plan.resolve import resolve_dtype, resolve_max_model_len
 from harness.config.schema import RunConfig
 from harness.config.serve import MOST_REQUESTS
 from harness.folders import install_extra
@@ -50,7 +50,15 @@ TAKEN: Final[Mapping[str, Settings]] = {
 """System -> node of the configuration -> settings that it follows."""
 HOST_KV_FIELDS: Final = ("num_cpu_blocks", "cpu_gib", "swap_space", "pin_limit_gib")
 """Settings of kv that are about the host tier alone."""
-NODES: Final = ("offload", "offload.uva", "offload.prefetch", "kv", "planner", "engine")
+NODES: Final = (
+    "offload",
+    "offload.uva",
+    "offload.prefetch",
+    "offload.experts",
+    "kv",
+    "planner",
+    "engine",
+)
 PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
     "accelerate": ("accelerate", f"Run: {install_extra('accelerate')}"),
     "vllm": ("vllm", "Install vLLM in this environment"),

@@ -103,7 +103,7 @@ MEMORY_MIB = {
 }
 """As nvidia-smi shows it."""
 OPTIONS = {
-    "offload": {"none", "uva", "prefetch", "auto"},
+    "offload": {"none", "uva", "prefetch", "experts", "auto"},
     "kv": {"gpu", "cpu"},
     "scenario": {
         *("quick", "load", "throughput", "latency", "all"),

@@ -6,10 +6,13 @@ import pytest
 
 from engine import LLM, build
 from engine.device.cpu import CPUDevice
+from engine.plan.units import CACHED, RESIDENCES
 from tests.engine.conftest import TinyModels
 from tests.tiny import greedy, greedy_params, make_prompt, open_llm
 
 GIB = 2**30
+OF_ANY = tuple(kind for kind in RESIDENCES if kind is not CACHED)
+"""Residences of any tensor; experts alone are cached."""
 OFFLOADS: dict[str, dict[str, Any]] = {
     "uva of some tensors": {"cpu_offload_gb": 20_000 / GIB},
     "uva of some, staged": {"cpu_offload_gb": 50_000 / GIB, "uva_stage_tokens": 1},
@@ -89,6 +92,7 @@ class Residents:
             assert llm.plan.placed_bytes() == {
                 "resident": llm.spec.weight_bytes("float32"),
                 "uva": 0,
+                "cached": 0,
                 "prefetch": 0,
                 "on_demand": 0,
             }

@@ -16,7 +16,7 @@ from engine.model import formats, lossless
 from engine.model.formats import EMBEDDING, HEAD
 from engine.plan import planner
 from engine.plan.planner import plan_again, plan_memory
-from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENCES, UVA
+from engine.plan.units import ON_DEMAND, PREFETCH, UVA
 from tests.engine.coded import (
     LIMITS,
     PROMPTS,
@@ -29,7 +29,7 @@ from tests.engine.coded import (
     corrupt,
     run,
 )
-from tests.engine.placements import GIB, check_decode_bytes, copies
+from tests.engine.placements import GIB, OF_ANY, check_decode_bytes, copies
 from tests.engine.switches import PREFIX, check_fallbacks
 from tests.engine.test_mixed_placements import EMBED, mixed, patchwork
 from tests.engine.two_streams import on_two_streams
@@ -209,7 +209,7 @@ def test_a_layer_holds_units_of_every_residence(
     llm = checkpoints.open("llama", uva_stage_tokens=stage_tokens)
     assert {slots.residence for slots in llm.plan.slots} == {UVA, PREFETCH, ON_DEMAND}
     placed = llm.effective()["placement_bytes"]
-    assert min(placed[place.name] for place in RESIDENCES) > 0
+    assert min(placed[place.name] for place in OF_ANY) > 0
     check_weights(llm, checkpoints.folder("llama"), 5)
     assert short(llm) == checkpoints.short("llama")
     llm.close()
@@ -227,7 +227,7 @@ def test_formats_and_residences_are_mixed(checkpoints: Checkpoints) -> None:
     places = patchwork(spec).placements
     mix = plan_again(replace(resident, placements=places), config, spec, machine, chosen)
     found = {(place, name in chosen) for name, place in mix.placements.items() if name in every}
-    assert found == set(product(RESIDENCES, (False, True)))
+    assert found == set(product(OF_ANY, (False, True)))
     llm = LLM._of(build_engine(config, plan=mix))
     assert (llm.plan.placements, set(llm.plan.formats.others)) == (places, set(chosen))
     check_weights(llm, folder, 5)

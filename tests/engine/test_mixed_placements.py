@@ -10,11 +10,18 @@ from engine.model.spec import ModelSpec
 from engine.plan import planner
 from engine.plan.memory import MemoryPlan
 from engine.plan.policy import Assignment, assign_resident, spread_layers
-from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENCES, UVA
+from engine.plan.units import ON_DEMAND, PREFETCH, UVA
 from engine.weights.residence import SlotRing
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import leave_stale
-from tests.engine.placements import FEW_TOKENS, MAX_TOKENS, PROMPTS, Residents, copies
+from tests.engine.placements import (
+    FEW_TOKENS,
+    MAX_TOKENS,
+    OF_ANY,
+    PROMPTS,
+    Residents,
+    copies,
+)
 from tests.slow import slow
 from tests.tiny import greedy, greedy_params
 
@@ -147,7 +154,7 @@ def patchwork(spec: ModelSpec) -> Assignment:
     placements = assign_resident(spec).placements
     for layer in range(spec.num_hidden_layers):
         for at, name in enumerate(PRODUCTS):
-            place = RESIDENCES[(layer + at) % len(RESIDENCES)]
+            place = OF_ANY[(layer + at) % len(OF_ANY)]
             placements[f"model.layers.{layer}.{name}.weight"] = place
     return Assignment(placements, lookahead=1)
 
@@ -166,7 +173,7 @@ def test_a_layer_holds_units_of_every_residence(
     assert {slots.residence for slots in plan.slots} == {UVA, PREFETCH, ON_DEMAND}
     assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
     placed = llm.effective()["placement_bytes"]
-    assert min(placed[place.name] for place in RESIDENCES) > 0
+    assert min(placed[place.name] for place in OF_ANY) > 0
     llm.add_request(PROMPTS[1], greedy_params(4))
     moved = []
     while llm.has_unfinished():

@@ -71,7 +71,8 @@ class World:
     def __post_init__(self):
         size = expert_cache_bytes(self.num_experts, self.num_slots)
         memory = torch.full((size,), POISON, dtype=torch.uint8, device=self.device)
-        self.cache = expert_cache(self.num_experts, self.num_slots, memory)
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.cache = expert_cache(self.num_experts, self.num_slots, memory, counts)
         rng = torch.Generator().manual_seed(7)
         host = [
             torch.randint(256, (self.num_experts, n), dtype=torch.uint8, generator=rng)
@@ -266,7 +267,7 @@ def test_forgotten_slots_are_filled_again(name, kernels, device):
 def test_routed_experts_are_counted_once(name, kernels, device):
     door = kernels if name == "kernel" else ref
     memory = torch.empty(expert_cache_bytes(9, 0), dtype=torch.uint8, device=device)
-    cache = expert_cache(9, 0, memory)
+    cache = expert_cache(9, 0, memory, torch.zeros(2, dtype=torch.int64, device=device))
     for rows, total in (([[0, 8], [8, -1]], 2), ([[8, 0], [-1, -1]], 4), ([[-1, -1]], 4)):
         door.count_routed(torch.tensor(rows, dtype=torch.int32, device=device), cache)
         assert cache.counts.tolist() == [0, total]
@@ -274,11 +275,11 @@ def test_routed_experts_are_counted_once(name, kernels, device):
 
 def test_sizes_are_those_of_the_state():
     for experts, slots in ((1, 1), (128, 42), (7, 3), (5, 0)):
-        cache = expert_cache(
-            experts, slots, torch.empty(expert_cache_bytes(experts, slots), dtype=torch.uint8)
-        )
+        memory = torch.empty(expert_cache_bytes(experts, slots), dtype=torch.uint8)
+        cache = expert_cache(experts, slots, memory, torch.zeros(2, dtype=torch.int64))
         assert (cache.num_experts, cache.num_slots) == (experts, slots)
-        total = sum(getattr(cache, name).nbytes for name in cache.__dataclass_fields__)
+        own = set(cache.__dataclass_fields__) - {"counts"}
+        total = sum(getattr(cache, name).nbytes for name in own)
         assert 0 <= expert_cache_bytes(experts, slots) - total < 8
 
 
@@ -307,7 +308,8 @@ def test_doors_refuse():
         ops.claim(torch.zeros((2, 4), dtype=torch.int32)[:, ::1][:, :2], 0, world.cache)
     with pytest.raises(KernelArgumentError, match=r"claim\.part: expected 0 or more, got -1"):
         ops.claim(ids, -1, world.cache)
-    none = expert_cache(4, 0, torch.empty(expert_cache_bytes(4, 0), dtype=torch.uint8))
+    memory = torch.empty(expert_cache_bytes(4, 0), dtype=torch.uint8)
+    none = expert_cache(4, 0, memory, torch.zeros(2, dtype=torch.int64))
     with pytest.raises(KernelArgumentError, match=r"claim\.cache: expected at least one slot"):
         ops.claim(ids, 0, none)
     other = World(4, 3, (16,), torch.device("cpu"))

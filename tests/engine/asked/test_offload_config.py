@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.asked.offload import (
+    ExpertOffloadConfig,
     OffloadConfig,
     OffloadWarning,
     PrefetchOffloadConfig,
@@ -24,12 +25,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def build(**settings: Any) -> OffloadConfig:
     """An OffloadConfig from flat settings."""
-    uva = {name: settings.pop(name) for name in list(settings) if name.startswith("cpu_")}
+    of_uva = {field.name for field in dataclasses.fields(UVAOffloadConfig)}
+    uva = {name: settings.pop(name) for name in list(settings) if name in of_uva}
+    experts = {"expert_slots": settings.pop("expert_slots", None)}
     backend = settings.pop("offload_backend", "auto")
     return OffloadConfig(
         offload_backend=backend,
         uva=UVAOffloadConfig(**uva),
         prefetch=PrefetchOffloadConfig(**settings),
+        experts=ExpertOffloadConfig(**experts),
     )
 
 
@@ -37,13 +41,14 @@ def test_defaults_are_the_published_ones_and_warn_about_nothing() -> None:
     config = OffloadConfig()
     assert dataclasses.asdict(config) == {
         "offload_backend": "auto",
-        "uva": {"cpu_offload_gb": 0.0, "cpu_offload_params": []},
+        "uva": {"cpu_offload_gb": 0.0, "cpu_offload_params": [], "experts_first": False},
         "prefetch": {
             "offload_group_size": 0,
             "offload_num_in_group": 1,
             "offload_prefetch_step": 1,
             "offload_params": [],
         },
+        "experts": {"expert_slots": None},
     }
     assert config.backend == "none"
     assert config.ignored() == []
@@ -69,6 +74,7 @@ def test_defaults_are_the_published_ones_and_warn_about_nothing() -> None:
         ({"cpu_offload_params": ["a..b"]}, ["cpu_offload_params", "'a..b'"]),
         ({"cpu_offload_params": [""]}, ["cpu_offload_params", "''"]),
         ({"cpu_offload_params": [3]}, ["cpu_offload_params", "3"]),
+        ({"expert_slots": 0}, ["expert_slots", ">= 1", "0"]),
         ({"offload_params": "mlp"}, ["offload_params", "list", "'mlp'"]),
         ({"offload_params": [".mlp"]}, ["offload_params", "'.mlp'"]),
     ],
@@ -117,6 +123,8 @@ def test_step_zero_and_a_larger_num_are_allowed_while_prefetch_is_off() -> None:
         ({"offload_backend": "uva"}, "uva"),
         ({"offload_backend": "uva", "cpu_offload_gb": 2}, "uva"),
         ({"offload_backend": "prefetch", "offload_group_size": 1}, "prefetch"),
+        ({"offload_backend": "experts"}, "experts"),
+        ({"expert_slots": 4}, "experts"),
     ],
 )
 def test_backend_in_force(settings: dict[str, Any], backend: str) -> None:
@@ -153,6 +161,21 @@ def test_backend_in_force(settings: dict[str, Any], backend: str) -> None:
             "prefetch",
             ["auto", "prefetch is used", "uva is ignored"],
         ),
+        (
+            {"offload_backend": "uva", "expert_slots": 4},
+            "uva",
+            ["offload.experts: fields are set but offload_backend=uva", "ignored"],
+        ),
+        (
+            {"offload_backend": "experts", "cpu_offload_gb": 1},
+            "experts",
+            ["offload.uva: fields are set but offload_backend=experts", "ignored"],
+        ),
+        (
+            {"cpu_offload_gb": 1, "expert_slots": 4},
+            "uva",
+            ["expert_slots is set, but offload_backend=auto takes uva", "ignored"],
+        ),
     ],
 )
 def test_each_contradiction_warns_once(
@@ -175,12 +198,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "offload_num_in_group": {"offload_num_in_group": 2},
     "offload_prefetch_step": {"offload_prefetch_step": 2},
     "offload_params": {"offload_params": ["mlp.down_proj"]},
+    "experts_first": {"experts_first": True},
+    "expert_slots": {"expert_slots": 3},
 }
 
 
 def test_every_field_is_among_the_changes() -> None:
     names = {"offload_backend"}
-    for node in (UVAOffloadConfig, PrefetchOffloadConfig):
+    for node in (UVAOffloadConfig, PrefetchOffloadConfig, ExpertOffloadConfig):
         names |= {field.name for field in dataclasses.fields(node)}
     assert names == set(CHANGES)
 
