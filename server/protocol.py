@@ -16,7 +16,7 @@ from server.errors import APIError
 DEAD_PEER_S: Final = 30
 """Seconds after which a peer that acknowledges nothing counts as gone."""
 MOST_HEADER_BYTES: Final = 65_536
-"""Of a request: its address and its headers."""
+"""Bytes of a request's address and headers at most."""
 
 
 class Connection(HttpToolsProtocol):

@@ -49,11 +49,11 @@ class Removal:
 
     name: str
     folder: Path | None
-    """Of its files; None: none go."""
+    """Folder of its files; None: the files stay."""
     copy: Path | None
-    """Of its copy in lossless codes, which goes with it; None: there is none."""
+    """Its copy in lossless codes, which is removed with it; None: there is none."""
     num_bytes: int
-    """What is free then, of both."""
+    """Bytes that become free, of folder and copy."""
     copy_bytes: int
     profiles: tuple[str, ...]
     num_tests: int

@@ -47,9 +47,9 @@ class Routing:
     kind: str
     """dummy (the router's own choice) | trace | synthetic."""
     file: str | None = None
-    """Of trace."""
+    """File of a trace."""
     reuse: float | None = None
-    """Of synthetic: the share of picks that repeat an expert of the last WINDOW_TOKENS tokens."""
+    """Share of synthetic picks that repeat an expert of the last WINDOW_TOKENS tokens."""
 
     @classmethod
     def parse(cls, text: object) -> "Routing":

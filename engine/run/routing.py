@@ -182,7 +182,7 @@ class RoutingRecorder:
     """The same, twice, on the host."""
     _turn: int = 0
     _sequences: dict[int, list[tuple[int, np.ndarray]]] = field(default_factory=dict)
-    """Of each sequence its parts as they came: first position, and int16 [L, count, k]."""
+    """Parts of each sequence as they came: first position, and int16 [L, count, k]."""
 
     @classmethod
     def of(cls, sizes: ExpertSizes, most_tokens: int, device: Device) -> "RoutingRecorder":

@@ -35,8 +35,8 @@ class Admission:
     def __init__(self, groups: BlockGroups, max_model_len: int) -> None:
         self._groups, self._max_model_len = groups, max_model_len
         self._refused: dict[bool, tuple[int, int, int]] = {}
-        """Of long ones and of others which was refused last, how often blocks had been given back
-        then, and how often it was asked since."""
+        """By whether it is long, of the sequence that was refused last: its number, how often
+        blocks had been given back then, and how often it was asked since."""
 
     def begin(
         self,

@@ -48,7 +48,7 @@ class Sharing:
         self._known: tuple[int, ...] = ()
         """Long sequences that decode, when it was last decided."""
         self._holder: Sequence | None = None
-        """Whose turn it is; None: they decode together."""
+        """The sequence that has the turn; None: long ones decode together."""
         self._until = (0, 0)
         """Tokens of output and step at which it is to be decided again."""
         self._turns: dict[int, int] = {}

@@ -330,7 +330,7 @@ class QualityScenario(Bounded):
     """Text in UTF-8 that perplexity is of and prompts are parts of; null: Python's language
     reference, which Python ships (pydoc_data.topics)."""
     window_tokens: int = field(default=512, metadata=within(2, MOST_LENGTH))
-    """Tokens of the text that are computed together."""
+    """Tokens of the text that are computed together; fewer than the model's context has."""
     stride_tokens: int = field(default=256, metadata=TOKENS)
     """Tokens between the beginnings of two windows; of each window those that none before had
     count."""
@@ -343,7 +343,7 @@ class QualityScenario(Bounded):
     output_tokens: int = field(default=64, metadata=TOKENS)
     """Greedy tokens of each that are compared."""
     reference: str | None = None
-    """Whose greedy tokens they are compared with: a model (a name, a folder, OWNER/NAME) with plain
+    """Model whose greedy tokens they are compared with: a name, a folder or OWNER/NAME with plain
     weights, or the folder of a run that had this part; null: the same model without
     model.quantize."""
 
@@ -369,7 +369,7 @@ class QualityScenario(Bounded):
     def longest_tokens(self) -> int:
         """Prompt and output tokens of the longest request."""
         compared = self.prompt_tokens + self.output_tokens if self.num_prompts else 0
-        return max(self.window_tokens, compared) + 1
+        return max(self.window_tokens, compared) + 1  # a token is generated behind each
 
 
 @dataclass(kw_only=True)
@@ -673,12 +673,14 @@ class RunConfig(Sealed):
     def _check_lengths(self) -> None:
         limits = self.length_limits()
         for name, tokens in self.scenario.longest_tokens().items():
+            lower = "lengths of prompts or outputs"
+            if name == "quality":
+                lower = "window_tokens, prompt_tokens or output_tokens"
             for source, limit in limits.items():
                 if tokens > limit:
                     raise ConfigError(
                         f"scenario.{name}: expected prompt and output tokens of at most {limit} "
-                        f"in all ({source}), got {tokens}. Lower its lengths of prompts or "
-                        "outputs."
+                        f"in all ({source}), got {tokens}. Lower its {lower}."
                     )
 
     def to_dict(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from harness.work.drive import StepCounts
 
 HOST: Final = "cpu"
 WARM_UP_TOKENS: Final = 32
-"""Of the prompt of the request that a load runs."""
+"""Tokens of the prompt of the request that a load runs."""
 WARM_UP_STEPS: Final = 3
 PACKAGES: Final = ("transformers", "accelerate", "torch")
 

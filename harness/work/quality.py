@@ -1,7 +1,7 @@
 """How close a model's tokens are to those of its plain weights: perplexity, greedy agreement.
 
-Both come of log-probabilities of tokens that are given, as of prompts: nothing is generated, but by
-the yardstick, which is the same model with plain weights, in a process of its own.
+Both come from log-probabilities of given tokens, such as those of prompts. Only the yardstick
+generates tokens: the same model with plain weights, in a process of its own.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ class Yardstick:
 
     prompts: list[list[int]]
     tokens: list[list[int]]
-    """Of each prompt."""
+    """Greedy tokens of each prompt."""
     text_hash: str
-    """Of the tokens of the text that the prompts are parts of."""
+    """Hash of the tokens of the text that the prompts are parts of."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, which `of` reads."""
@@ -196,8 +196,8 @@ def measure_quality(
 
     Args:
         llm: The engine under test.
-        config: Of the part.
-        text: Of which the perplexity is.
+        config: Settings of the part.
+        text: Text whose perplexity is measured.
         yardstick: What greedy tokens are compared with; None: nothing.
         on_progress: Called with prompts done and in all, and output tokens.
 

@@ -16,7 +16,7 @@ _VALUES: Final = {
     "float8_e4m3fn": ("FLOAT8", 1024),
     "table4": ("TABLE4", 512),
 }
-"""Of each kind, its name in the source, and the bytes of a tile's values."""
+"""Name in the source of each kind, and the bytes of a tile's values."""
 _SCALES: Final = {
     torch.float16: ("IN_FLOAT16", 2),
     torch.bfloat16: ("IN_BFLOAT16", 2),

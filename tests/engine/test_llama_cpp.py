@@ -12,7 +12,7 @@ from tests.engine.test_gguf import GEMMA_SIZES, SCALED, mix, with_words
 from tests.tiny import open_llm
 
 NUM_WORDS = 104
-"""Of the vocabulary that `with_words` writes."""
+"""Tokens of the vocabulary that `with_words` writes."""
 LENGTHS = (3, 30)
 NUM_TOKENS = 12
 pytestmark = pytest.mark.slow
