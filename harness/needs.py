@@ -12,6 +12,8 @@ PACKAGES = ("torch", "transformers", "hydra", "omegaconf", "yaml", "psutil", "fi
 
 MLflow is not among them: with tracking=none nothing imports it.
 """
+SERVER_PACKAGES = ("httptools", "httpx", "starlette", "uvicorn", "uvloop")
+"""Modules that the server and the console import, and no measurement of the engine."""
 
 FOLDERS = ("catalogue", "console", "engine", "harness", "kernels", "reports", "server")
 """The project's folders, which a checkout imports by these names."""
@@ -38,6 +40,7 @@ def shadowed(
 def lacking(
     version: Tuple[int, int] = sys.version_info[:2],  # noqa: UP006  Python 3.6
     find: Callable[[str], Any] = find_spec,
+    packages: Tuple[str, ...] = PACKAGES,  # noqa: UP006  Python 3.6
 ) -> str:
     """Return a line that says what is lacking here and what to do; an empty text if nothing is."""
     low, high = PYTHONS
@@ -46,16 +49,16 @@ def lacking(
     remedy = "In the checkout run `make setup PYTHON=python3.12`, then `. .venv/bin/activate`."
     if not low <= version < high:
         return f"tightfit: expected {wanted}, got {here}. {remedy}"
-    absent = [name for name in PACKAGES if find(name) is None]
+    absent = [name for name in packages if find(name) is None]
     if absent:
-        packages = ", ".join(absent)
-        return f"tightfit: expected its packages in {here}, found no {packages}. {remedy}"
+        names = ", ".join(absent)
+        return f"tightfit: expected its packages in {here}, found no {names}. {remedy}"
     return shadowed()
 
 
-def require_environment() -> None:
+def require_environment(packages: Tuple[str, ...] = PACKAGES) -> None:  # noqa: UP006  Python 3.6
     """End the process with one line and exit code 2 where something is lacking."""
-    line = lacking()
+    line = lacking(packages=packages)
     if line:
         sys.stderr.write(line + "\n")
         sys.exit(2)

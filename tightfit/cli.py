@@ -13,6 +13,7 @@ from typing import Final
 
 from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, version_line
 from engine.errors import EngineError, closest
+from harness.needs import SERVER_PACKAGES, require_environment
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def _test(arguments: list[str]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
+    require_environment(SERVER_PACKAGES)
     from server.lifecycle import EXIT_CONFIG  # noqa: PLC0415  when it runs
     from server.run import main  # noqa: PLC0415
 
@@ -112,6 +114,7 @@ def _of_profile(arguments: list[str]) -> list[str]:
 
 
 def _console(arguments: list[str]) -> int:
+    require_environment(SERVER_PACKAGES)
     from console.run import main  # noqa: PLC0415  when it runs
 
     return main(arguments)

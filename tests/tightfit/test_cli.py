@@ -122,6 +122,15 @@ def test_without_the_environment_one_line_says_so(module: str) -> None:
     assert "make setup" in line
 
 
+def test_what_the_server_needs_and_an_older_environment_lacks_is_named() -> None:
+    found = needs.lacking(
+        (3, 12),
+        lambda name: None if name == "uvloop" else SimpleNamespace(origin=None),
+        needs.SERVER_PACKAGES,
+    )
+    assert "found no uvloop. In the checkout run `make setup" in found
+
+
 def test_mlflow_is_not_needed_to_start() -> None:
     found = needs.lacking(
         (3, 12), lambda name: None if name == "mlflow" else SimpleNamespace(origin=None)
