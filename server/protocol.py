@@ -1,7 +1,8 @@
 """Connections: HTTP/1.1 as uvicorn speaks it, with bounds on how a request may come.
 
-uvicorn bounds the time between requests. Here the size of headers is bounded, and the time in which
-they and the rest of a refused body may come.
+uvicorn bounds the time between requests. Here the size of headers and of trailers is bounded, the
+number of requests that wait on a connection, and the time in which headers and the rest of a
+refused body may come. Offers to speak another protocol are passed over, as a server may.
 """
 
 import json
@@ -9,14 +10,18 @@ import socket
 from asyncio import TimerHandle, Transport
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import APIError
 
 DEAD_PEER_S: Final = 30
 """Seconds after which a peer that acknowledges nothing counts as gone."""
 MOST_HEADER_BYTES: Final = 65_536
-"""Bytes of a request's address and headers at most."""
+"""Bytes of a request's address and headers at most, and of what comes after its body."""
+MOST_PIPELINED: Final = 256
+"""Requests of a connection that may wait until the one before is answered."""
 
 
 class Connection(HttpToolsProtocol):
@@ -24,8 +29,13 @@ class Connection(HttpToolsProtocol):
 
     header_timeout_s: float = 10.0
     _timer: TimerHandle | None = None
-    _header_bytes: int | None = 0
-    """Bytes that came of the headers of a request; None: they are complete."""
+    _num_bytes: int = 0
+    """Bytes that came since the last whole part of a request: its headers, a piece of its body."""
+    _is_amid_body: bool = False
+    _running: RequestResponseCycle | None = None
+    """The request that is being answered; those behind it wait."""
+    _is_offer: bool = False
+    """The request offers to speak another protocol, after which its parser has no body."""
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
@@ -35,35 +45,98 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; wait while they are no whole request."""
-        if self._header_bytes is not None:
-            self._header_bytes += len(data)
-        super().data_received(data)
-        if (self._header_bytes or 0) > MOST_HEADER_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"headers: expected at most {MOST_HEADER_BYTES} bytes, got more.")
+        self._num_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        if self.transport.is_closing():
+            return
+        if self._num_bytes > MOST_HEADER_BYTES:
+            self._refuse_size()
         elif self._is_answering():
             self._disarm()
         elif self._timer is None:
             self._arm()
 
+    def _feed(self, data: bytes) -> None:
+        """Parse bytes; a request that offers another protocol, once more without the offer."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = self._without_offer() + data[offer.args[0] :]
+            else:
+                return
+
+    def _without_offer(self) -> bytes:
+        """Return the head of a request without its offer, for a parser that has seen nothing."""
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        keeps = version == "1.1" and not any(
+            name == b"connection" and b"close" in value.lower() for name, value in self.headers
+        )
+        headers = [x for x in self.headers if x[0] not in {b"connection", b"upgrade"}]
+        if not keeps:
+            headers.append((b"connection", b"close"))
+        self._is_offer = False
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        lines = [b"%b: %b\r\n" % each for each in headers]
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (
+            method,
+            self.url,
+            version.encode(),
+            b"".join(lines),
+        )
+
     def on_headers_complete(self) -> None:
         """Begin a request."""
-        self._header_bytes = None
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._is_offer = True
+            return
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MOST_HEADER_BYTES:
+            self._refuse_size()
+            raise ValueError("headers are too large")  # which ends parsing
+        if len(self.pipeline) >= MOST_PIPELINED:
+            raise ValueError("too many requests wait")
+        self._num_bytes, self._is_amid_body = 0, True
         super().on_headers_complete()
+        if self.expect_100_continue:
+            # Refused without a "100 Continue", it may or may not be followed by its body.
+            self.cycle.keep_alive = False
+
+    def on_chunk_header(self) -> None:
+        """Take the size of a piece of a body."""
+        self._num_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a request's body."""
+        self._num_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Take the end of a request's body."""
-        self._header_bytes = 0
+        if self._is_offer:
+            return
+        self._num_bytes, self._is_amid_body = 0, False
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def on_response_complete(self) -> None:
         """Go on with the connection."""
         super().on_response_complete()
-        if self._header_bytes is None:
+        if self._is_amid_body:
             self._arm()  # what is left of a refused body is read and dropped, for a while
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no longer."""
+        """Wait no longer; the request that is being answered has nobody to answer."""
         self._disarm()
+        self._end_running()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -71,8 +144,11 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer in OpenAI's shape where nothing is being answered, and close the connection."""
-        if not self._is_answering():
+        """Answer in OpenAI's shape where no answer has begun, and close the connection."""
+        if self.transport.is_closing():
+            return
+        running = self._running
+        if running is None or running.response_complete or not running.response_started:
             reason = {400: "Bad Request", 431: "Request Header Fields Too Large"}[status]
             content = json.dumps(APIError(status, message, code="invalid_http").body()).encode()
             head = (
@@ -80,7 +156,17 @@ class Connection(HttpToolsProtocol):
                 f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + content)
+        self._end_running()
         self.transport.close()
+
+    def _refuse_size(self) -> None:
+        self._refuse(431, f"headers: expected at most {MOST_HEADER_BYTES} bytes, got more.")
+
+    def _end_running(self) -> None:
+        """Tell the request that is being answered that its client has left."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def _is_answering(self) -> bool:
         cycle: Any = self.cycle

@@ -265,7 +265,7 @@ def test_answers_leak_between_concurrent_requests(busy: Served) -> None:
             return await asyncio.gather(*(one(client, number) for number in range(NUM_CLIENTS)))
 
     found = asyncio.run(all_of_them())
-    assert sum(text is not None for text in found) > 100
+    assert sum(text is not None for text in found) > NUM_CLIENTS // 2
     assert [
         (number, text, found[number])
         for number, text in enumerate(serial)
