@@ -92,7 +92,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin a request."""
-        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("this is no proxy")
+        if self.parser.should_upgrade():
             self._is_offer = True
             return
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
