@@ -27,7 +27,7 @@ def counts(llm: LLM) -> np.ndarray:
     """Hits and misses of each layer with experts, so far."""
     counters = llm.engine.store.expert_counters
     assert counters is not None
-    return counters.numpy().copy()
+    return counters.cpu().numpy().copy()
 
 
 def banks(llm: LLM) -> list[ExpertBank]:
@@ -42,7 +42,7 @@ def check_banks(llm: LLM) -> None:
         for slot, expert in enumerate(bank.cache.expert_of_slot.tolist()):
             for source, target in zip(bank.arrays.sources, bank.arrays.targets, strict=True):
                 if expert >= 0:
-                    assert torch.equal(target[slot], source[expert])
+                    assert torch.equal(target[slot].cpu(), source[expert].cpu())
 
 
 def poison(llm: LLM) -> None:
