@@ -197,3 +197,29 @@ def test_without_pinned_memory_experts_are_copied_on_demand(
     assert llm.plan.placed_bytes()["on_demand"] > 0
     assert any(note.startswith("fallback: cached is not possible") for note in llm.plan.notes)
     llm.close()
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"quantize": "int4"},
+        {"quantize": "int8"},
+        {"dtype": "bfloat16", "weight_format": "lossless"},
+    ],
+    ids=lambda stored: "-".join(stored.values()),
+)
+def test_experts_in_other_formats(tiny: TinyModels, stored: dict[str, Any]) -> None:
+    """Arrays of a bank are those of its slots; what belongs to no expert is there whole."""
+    folder = tiny.folder("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
+    limits = {"max_num_batched_tokens": 24, **stored}
+    resident = open_llm(folder, **limits)
+    expected = greedy(resident, PROMPTS, MAX_TOKENS)
+    form = resident.plan.formats["model.layers.0.mlp.experts.w13_weight"].name
+    assert form not in {"float32", "bfloat16"}
+    resident.close()
+    llm = open_llm(folder, **limits, offload_backend="experts", expert_slots=3)
+    poison(llm)
+    assert greedy(llm, PROMPTS, MAX_TOKENS) == expected
+    assert llm.plan.formats["model.layers.0.mlp.experts.w13_weight"].name == form
+    check_banks(llm)
+    llm.close()
