@@ -26,7 +26,7 @@ from engine.model.checkpoint import (
 from engine.model.facts import copy_folder, read_unpackable, write_unpackable
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.gguf import is_gguf
-from engine.model.spec import ModelSpec
+from engine.model.spec import W13, ModelSpec
 from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_again, plan_memory
 from engine.run.core import EngineCore
@@ -228,7 +228,7 @@ def _identity(
     )
 
 
-GATED: Final = "gate_up_proj.weight"
+GATED: Final = ("gate_up_proj.weight", W13)
 """The end of names of matrices whose rows are gates and ups."""
 
 
@@ -237,16 +237,20 @@ def _kernels_of(spec: ModelSpec, plan: MemoryPlan, device: Device) -> set[Any]:
     found: set[Any] = set()
     tables = set() if spec.tie_word_embeddings else {EMBEDDING}
     for tensor in spec.tensors():
-        if len(tensor.shape) == 2 and tensor.name not in tables and not tensor.num_experts:
+        if len(tensor.shape) == 2 and tensor.name not in tables:
+            shape = tensor.shape
+            if tensor.num_experts:
+                shape = tensor.expert_rows, shape[1]
             found |= (
                 plan.formats[tensor.name]
                 .products(OPERATORS)
                 .kernels_of(
-                    tensor.shape,
+                    shape,
                     TORCH_DTYPES[plan.dtype],
                     device.torch_device,
                     is_gated=tensor.name.endswith(GATED),
                     max_tokens=plan.max_num_batched_tokens,
+                    has_experts=tensor.num_experts > 0,
                 )
             )
     return found

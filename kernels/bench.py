@@ -12,6 +12,8 @@ pinned host memory in place. Operators are timed beside their PyTorch twin, run 
 - gather: one layer of host blocks into a buffer and back, by programs.
 - experts: claims of experts of which none is missing, and copies of missing ones from pinned memory
   by programs, of a model with 128 experts of 2048 times 768.
+- experts_products: both products of layers with experts, plain and stored in fewer bytes; bytes are
+  those of the experts that are routed to, the same for every call.
 - linear_codes, linear_silu_mul_codes: products with weights in codes over the same with plain ones;
   restore, pack: such weights as a whole. Bytes are those that are stored; results are compared bit
   by bit, and the exit code is 1 where they differ.
@@ -44,6 +46,7 @@ from kernels.arguments import (
     prefill_state,
     prefill_workspace,
 )
+from kernels.bench_experts import expert_products
 from kernels.bench_timing import (
     BLOCK,
     DTYPE,
@@ -471,6 +474,7 @@ CASES: Final[Mapping[str, Callable[[torch.device], Iterator[Case]]]] = {
     "tier_cost": _tier_cost,
     "gather": _gather,
     "experts": _experts,
+    "experts_products": expert_products,
     **WEIGHT_CASES,
 }
 """Name on the command line -> what is timed."""

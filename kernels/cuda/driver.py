@@ -220,6 +220,8 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("x_stride", "weight_stride", "is_gelu", "offset")),
         *((name, ctypes.c_int) for name in ("group_units", "subgroup_units")),
         *((name, ctypes.c_uint) for name in ("group_inverse", "subgroup_inverse")),
+        ("slots", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("top_k", "is_by_pair", "row_blocks")),
     )
 
 

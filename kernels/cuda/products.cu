@@ -34,6 +34,8 @@ struct Args {
   int offset;
   int group_units, subgroup_units;      // what 16 rows have of scales and subscales: of groups, or of steps with several
   u32 group_inverse, subgroup_inverse;  // 2^31 over the steps of a group, rounded up
+  const int* slots;     // of experts: [tokens, top_k], the block of rows of each pair, -1: none
+  int top_k, is_by_pair, row_blocks;    // blocks of the grid by pair, else by slot; row_blocks of them for each
 };
 
 // ---- Instructions
@@ -516,19 +518,68 @@ template <bool GATED> __device__ __forceinline__ void finish(const Args& a, floa
   a.out[(size_t)token * a.rows + row] = rounded(gate);
 }
 
+// ---- Experts
+
+constexpr int MOST_TOKENS = 64;
+
+// Return the slot of a block, its pairs, one of each token, and how many there are: none where an earlier block has them.
+__device__ __forceinline__ int slot_of(const Args& a, int number, const int** its_pairs, int& tokens) {
+  const int slot = a.is_by_pair ? a.slots[number] : number, lane = threadIdx.x & 31;
+  __shared__ int members[MOST_TOKENS], count;
+  *its_pairs = members;
+  bool is_used = slot >= 0;
+  if (a.is_by_pair && a.tokens > 1) {
+    int is_later = 0;
+    for (int p = threadIdx.x; p < number; p += THREADS) is_later |= a.slots[p] == slot;
+    is_used = !__syncthreads_or(is_later) && is_used;
+  }
+  if (a.is_by_pair && a.tokens == 1) {
+    members[0] = number;
+    count = 1;
+  } else if (threadIdx.x < 32) {
+    int found = 0;
+    for (int first = 0; first < a.tokens; first += 32) {
+      const int token = first + lane;
+      int pair = -1;
+      if (token < a.tokens)
+        for (int i = a.top_k - 1; i >= 0; i--)
+          if (a.slots[token * a.top_k + i] == slot) pair = token * a.top_k + i;
+      const u32 has = __ballot_sync(0xffffffffu, pair >= 0);
+      if (pair >= 0) members[found + __popc(has & ((1u << lane) - 1u))] = pair;
+      found += __popc(has);
+    }
+    if (lane == 0) count = found;
+  }
+  __syncthreads();
+  tokens = is_used ? count : 0;
+  return slot;
+}
+
 // ---- Any card from compute capability 8.0 on
 
 // A warp multiplies R tiles of 16 rows (gates and ups in turn where GATED) by one of SPLITS shares of the inputs, which
 // are added up in order; ROWS warps have the same share, of whose tokens they copy a part each. NT: tiles of 8 tokens.
 // Of STAGES steps of 64 inputs, STEPS are multiplied while the others are copied.
-template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GATED> __device__ __forceinline__ void narrow(const Args& a) {
+//
+// Of EXPERTS a block multiplies rows of one expert with the tokens that go there: the rows of x are those of tokens where
+// GATED, else those of pairs, and so are the rows of the result.
+template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GATED, bool EXPERTS = false>
+__device__ __forceinline__ void narrow(const Args& a) {
   constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, STEPS = NT <= 2 ? Weight::STEPS : 1, AHEAD = STAGES - STEPS;
   static_assert(STAGES % STEPS == 0 && AHEAD >= STEPS);
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
+  int slot = 0, row_block = blockIdx.x, tokens = a.tokens;
+  const int* members = nullptr;
+  if constexpr (EXPERTS) {
+    wait_for_earlier();
+    row_block = (int)blockIdx.x % a.row_blocks;
+    slot = slot_of(a, (int)blockIdx.x / a.row_blocks, &members, tokens);
+    if (tokens == 0) return;
+  }
   const int lane = threadIdx.x & 31, split = (threadIdx.x >> 5) / ROWS, place = (threadIdx.x >> 5) % ROWS, g = lane >> 2, t = lane & 3;
   const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - split + SPLITS - 1) / SPLITS;
-  const int first_tile = ((int)blockIdx.x * ROWS + place) * WARP_TILES;
+  const int first_tile = (row_block * ROWS + place) * WARP_TILES, expert_tile = EXPERTS ? slot * Q * tiles : 0;
   const int x_rows = NT == 1 && STEPS > 1 ? a.tokens : NT * 8;
   const u32 x_bytes = x_rows * 128, stage_bytes = ROWS * R * Weight::BYTES + x_bytes;
   const u32 base = shared_address(shared) + split * STAGES * stage_bytes, mine = x_bytes + place * R * Weight::BYTES;
@@ -539,7 +590,7 @@ template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GA
 
   Weight weight[R];
   typename Weight::template Beside<R> beside;
-  auto tile_of = [&](int r) { return min(first_tile + r / Q, tiles - 1) + (GATED && (r & 1) ? tiles : 0); };
+  auto tile_of = [&](int r) { return expert_tile + min(first_tile + r / Q, tiles - 1) + (GATED && (r & 1) ? tiles : 0); };
 #pragma unroll
   for (int r = 0; r < R; r++) weight[r].start(a, tile_of(r), all_steps, split, lane);
   beside.start(a, all_steps, split, lane, tile_of);
@@ -550,14 +601,16 @@ template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GA
       beside.copy(base + (i % STAGES) * stage_bytes + mine, SPLITS);
     }
   };
-  const u16* from_x = a.x + (size_t)(lane >> 3) * a.x_stride + split * 64 + (lane & 7) * 8;
+  const u16* from_x = a.x + (EXPERTS ? 0 : (size_t)(lane >> 3) * a.x_stride) + split * 64 + (lane & 7) * 8;
   auto copy_tokens = [&](int i) {  // rows beyond the last token keep what was there: their results are not stored
     if (i < steps) {
 #pragma unroll
       for (int part = 0; part < (NT * 2 + ROWS - 1) / ROWS; part++) {
         const int q = part * ROWS + place, row = q * 4 + (lane >> 3);
         if (NT * 2 % ROWS && q >= NT * 2) continue;
-        if (row < a.tokens) copy16(base + (i % STAGES) * stage_bytes + swizzled(row, lane & 7), from_x + (size_t)q * 4 * a.x_stride);
+        if (row >= tokens) continue;
+        const size_t at = EXPERTS ? (GATED ? members[row] / a.top_k : members[row]) : q * 4;
+        copy16(base + (i % STAGES) * stage_bytes + swizzled(row, lane & 7), from_x + at * a.x_stride);
       }
       from_x += SPLITS * 64;
     }
@@ -573,7 +626,7 @@ template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GA
 
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) copy_weights(i);
-  wait_for_earlier();
+  if (!EXPERTS) wait_for_earlier();
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) {
     copy_tokens(i);
@@ -596,15 +649,18 @@ template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GA
       for (int half = 0; half < 2; half++) {
         u32 x[NT][4];
 #pragma unroll
-        for (int n = 0; n < NT; n++) load_matrices(x[n], x_at + n * 1024 + swizzled(min(lane & 7, x_rows - 1), half * 4 + (lane >> 3)));
+        for (int n = 0; n < NT; n++)
+          if (!EXPERTS || n * 8 < tokens) load_matrices(x[n], x_at + n * 1024 + swizzled(min(lane & 7, x_rows - 1), half * 4 + (lane >> 3)));
 #pragma unroll
         for (int r = 0; r < R; r++) {
           u32 w0[4], w1[4];
           weight[r].load(at + r * Weight::BYTES, half, lane, w0, w1);
 #pragma unroll
-          for (int n = 0; n < NT; n++) multiply(sums[r][n], w0, x[n][0], x[n][1]);
+          for (int n = 0; n < NT; n++)
+            if (!EXPERTS || n * 8 < tokens) multiply(sums[r][n], w0, x[n][0], x[n][1]);
 #pragma unroll
-          for (int n = 0; n < NT; n++) multiply(sums[r][n], w1, x[n][2], x[n][3]);
+          for (int n = 0; n < NT; n++)
+            if (!EXPERTS || n * 8 < tokens) multiply(sums[r][n], w1, x[n][2], x[n][3]);
         }
       }
     }
@@ -622,15 +678,15 @@ template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GA
         parts[(((place * R + r) * SPLITS + split) * NT * 8 + n * 8 + t * 2 + (i & 1)) * 20 + g + (i >> 1) * 8] = sums[r][n][i];
   __syncthreads();
   constexpr int BLOCK_ROWS = ROWS * WARP_TILES * 16;
-  for (int e = threadIdx.x; e < a.tokens * BLOCK_ROWS; e += SPLITS * ROWS * 32) {
-    const int token = e / BLOCK_ROWS, from = e % BLOCK_ROWS / 16, row = (int)blockIdx.x * BLOCK_ROWS + e % BLOCK_ROWS;
+  for (int e = threadIdx.x; e < tokens * BLOCK_ROWS; e += SPLITS * ROWS * 32) {
+    const int token = e / BLOCK_ROWS, from = e % BLOCK_ROWS / 16, row = row_block * BLOCK_ROWS + e % BLOCK_ROWS;
     if (row >= a.rows) continue;
     float v[2] = {0.f, 0.f};
 #pragma unroll
     for (int q = 0; q < Q; q++)
 #pragma unroll
       for (int k = 0; k < SPLITS; k++) v[q] += parts[(((from * Q + q) * SPLITS + k) * NT * 8 + token) * 20 + (e & 15)];
-    finish<GATED>(a, v[0], v[1], token, row);
+    finish<GATED>(a, v[0], v[1], EXPERTS ? members[token] : token, row);
   }
 }
 

@@ -108,15 +108,19 @@ class Tile:
         row_sums = 68 if self.is_wide else 20 * self.rows
         return max(copied, self.sharing * self.splits * self.num_tiles * 8 * row_sums * 4)
 
-    def kernel(self, loader: Loader, *, is_gated: bool, is_half: bool) -> Kernel:
+    def kernel(
+        self, loader: Loader, *, is_gated: bool, is_half: bool, has_experts: bool = False
+    ) -> Kernel:
         """Return the kernel of this shape.
 
         Args:
             loader: of the weight.
             is_gated: whether rows are gates and ups.
             is_half: whether elements are float16.
+            has_experts: whether rows are those of experts; not where is_wide.
         """
         kinds = f"{self.stages}, {loader.expression}, {str(is_gated).lower()}"
+        kinds += ", true" if has_experts else ""
         if self.is_wide:
             name = f"wide<{self.splits}, {self.sharing}, {kinds}>"
         else:

@@ -164,6 +164,7 @@ def kernels_of(
     *,
     is_gated: bool,
     max_tokens: int,
+    has_experts: bool = False,
 ) -> set[Any]:
     """Return the CUDA kernels that products with codes launch, as that of kernels.ops.linear.
 
@@ -173,14 +174,18 @@ def kernels_of(
         device: as there.
         is_gated: as there.
         max_tokens: as there.
+        has_experts: as there.
     """
     if device.type != "cuda":
         return set()
+    from kernels.cuda import experts, products
     from kernels.cuda import restore as cuda
     from kernels.cuda.loaders import CODES
-    from kernels.cuda.products import kernels_of
 
-    found = kernels_of(shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens, loader=CODES)
+    kernels_of = (experts if has_experts else products).kernels_of
+    found: set[Any] = kernels_of(
+        shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens, loader=CODES
+    )
     return found | ({cuda.restore_kernel(CODES)} if max_tokens > MAX_SMALL_TOKENS else set())
 
 

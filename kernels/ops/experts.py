@@ -8,8 +8,13 @@ Shape letters: T tokens, k experts of each, E experts, S slots, D hidden, F feed
 import torch
 
 from kernels.arguments import Codes, Quantised
+from kernels.ops import codes, quantised
 from kernels.ops.checks import KernelArgumentError, check_dims, check_float, check_tensor
 from kernels.ref import experts as ref
+from kernels.sizes import MAX_SMALL_TOKENS
+
+# Triton and the CUDA kernels are imported by the first call on a GPU.
+# ruff: noqa: PLC0415
 
 
 def route(
@@ -32,8 +37,8 @@ def route(
         renormalise: divide the weights of a token by their sum.
         rounds: round weights to the dtype of the logits.
         rows_T: int64; a token with a negative entry is padding: its experts are -1, its weights 0.
-        chosen_Tk: int32 [T, top_k], 0 to E - 1: the experts, in place of those with the largest
-            softmax; weights are those of the logits at them.
+        chosen_Tk: int32 [T, top_k], 0 to E - 1, no two of a token the same: the experts, in place
+            of those with the largest softmax; weights are those of the logits at them.
 
     Returns:
         int32 [T, top_k] and float32 [T, top_k].
@@ -48,7 +53,12 @@ def route(
         check_tensor("route.rows", rows_T, (num_tokens,), torch.int64, device)
     if chosen_Tk is not None:
         check_tensor("route.chosen", chosen_Tk, (num_tokens, top_k), torch.int32, device)
-    return ref.route(
+    run = ref.route
+    if logits_TE.is_cuda:
+        from kernels.triton import experts
+
+        run = experts.route
+    return run(
         logits_TE,
         top_k,
         renormalise=renormalise,
@@ -78,7 +88,8 @@ def experts_products(
         w13: of S blocks of F rows of gate and F of up, D columns; a plain matrix, Quantised or
             Codes. On a GPU also over pinned host memory, of which only what is routed to is read.
         w2: of S blocks of D rows, F columns.
-        slots_Tk: int32 [T, k], 0 to S - 1: the block of each expert; -1: nothing is written.
+        slots_Tk: int32 [T, k], 0 to S - 1: the block of each expert, no two of a token the same;
+            -1: nothing is written.
         out_TkD: [T, k, D], dtype of x, contiguous; written.
         is_gelu: the activation is gelu, approximated by tanh, and not silu.
     """
@@ -92,7 +103,10 @@ def experts_products(
     out_shape = (*slots_shape, hidden)
     check_tensor("experts_products.out", out_TkD, out_shape, x_TD.dtype, device)
     _check_weights(x_TD, w13, w2)
-    ref.experts_products(x_TD, w13, w2, slots_Tk, out_TkD, is_gelu=is_gelu)
+    if not x_TD.is_cuda:
+        ref.experts_products(x_TD, w13, w2, slots_Tk, out_TkD, is_gelu=is_gelu)
+    elif slots_Tk.numel():
+        _on_gpu(x_TD, w13, w2, slots_Tk.contiguous(), out_TkD, is_gelu=is_gelu)
 
 
 def experts_sum(
@@ -127,7 +141,49 @@ def experts_sum(
     if shared_TD is not None and shared_logits_T1 is not None:
         check_tensor("experts_sum.shared", shared_TD, (num_tokens, hidden), dtype, device)
         check_tensor("experts_sum.shared_logits", shared_logits_T1, (num_tokens, 1), dtype, device)
-    return ref.experts_sum(products_TkD, weights_Tk, ids_Tk, shared_TD, shared_logits_T1)
+    args = products_TkD, weights_Tk, ids_Tk, shared_TD, shared_logits_T1
+    if products_TkD.is_cuda:
+        from kernels.triton import experts
+
+        return experts.experts_sum(*args)
+    return ref.experts_sum(*args)
+
+
+def _on_gpu(
+    x_TD: torch.Tensor,
+    w13: ref.Weight,
+    w2: ref.Weight,
+    slots_Tk: torch.Tensor,
+    out_TkD: torch.Tensor,
+    *,
+    is_gelu: bool,
+) -> None:
+    """Run both products: with few tokens weights are restored in registers, with many before."""
+    from kernels.cuda import experts as cuda
+    from kernels.triton import experts as triton
+
+    (num_tokens, top_k), ffn = slots_Tk.shape, w2.shape[1]
+    hidden = x_TD.new_empty((num_tokens * top_k, ffn))
+    out = out_TkD.view(num_tokens * top_k, -1)
+    if cuda.can_run(x_TD, w13, w2, ffn):
+        cuda.product(x_TD, w13, slots_Tk, hidden, is_gated=True, is_gelu=is_gelu)
+        cuda.product(hidden, w2, slots_Tk, out, is_gated=False)
+    elif num_tokens <= MAX_SMALL_TOKENS:
+        triton.few(x_TD, _plain(w13), slots_Tk, hidden, is_gated=True, is_gelu=is_gelu)
+        triton.few(hidden, _plain(w2), slots_Tk, out, is_gated=False)
+    else:
+        pairs = triton.sort_pairs(slots_Tk, w13.shape[0] // (2 * ffn), x_TD.dtype)
+        triton.many(x_TD, _plain(w13), pairs, top_k, hidden, is_gated=True, is_gelu=is_gelu)
+        triton.many(hidden, _plain(w2), pairs, top_k, out, is_gated=False)
+
+
+def _plain(weight: ref.Weight) -> torch.Tensor:
+    """Return a matrix restored, in its scratch if there is one, where the next one may be too."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    if isinstance(weight, Codes):
+        return codes.restore(weight, weight.scratch)
+    return quantised.restore(weight, weight.scratch)
 
 
 def _check_weights(x_TD: torch.Tensor, w13: ref.Weight, w2: ref.Weight) -> None:

@@ -111,6 +111,7 @@ def kernels_of(
     *,
     is_gated: bool,
     max_tokens: int,
+    has_experts: bool = False,
 ) -> set[Any]:
     """Return the CUDA kernels that products with a weight launch, to be compiled before.
 
@@ -120,12 +121,15 @@ def kernels_of(
         device: where they run; on a CPU there are none.
         is_gated: whether rows are gates and then as many ups.
         max_tokens: of a product.
+        has_experts: whether the weight is a matrix of experts; N is of one.
     """
     if device.type != "cuda":
         return set()
-    from kernels.cuda.products import kernels_of
+    from kernels.cuda import experts, products
 
-    return kernels_of(shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens)
+    kernels_of = (experts if has_experts else products).kernels_of
+    found: set[Any] = kernels_of(shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens)
+    return found
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:

@@ -191,6 +191,7 @@ def kernels_of(
     *,
     is_gated: bool,
     max_tokens: int,
+    has_experts: bool = False,
     stored: Stored | None = None,
 ) -> set[Any]:
     """Return the CUDA kernels that products launch, as that of kernels.ops.linear.
@@ -203,18 +204,20 @@ def kernels_of(
         device: as there.
         is_gated: as there.
         max_tokens: as there.
+        has_experts: as there.
         stored: how the matrix is kept; None: in several ways, whose kernels are not known here.
     """
     if device.type != "cuda" or stored is None:
         return set()
+    from kernels.cuda import experts, products
     from kernels.cuda import restore as cuda
     from kernels.cuda.loaders import quantised
-    from kernels.cuda.products import kernels_of
 
+    kernels_of = (experts if has_experts else products).kernels_of
     num_columns = shape[1]
     group, subgroup = stored.group or num_columns, stored.subgroup or num_columns
     loader = quantised(stored.kind, stored.scale_dtype, group, subgroup, stored.has)
-    found = kernels_of(
+    found: set[Any] = kernels_of(
         shape, dtype, device, is_gated=is_gated, max_tokens=max_tokens, loader=loader
     )
     if found and max_tokens > MAX_SMALL_TOKENS:

@@ -52,11 +52,11 @@ def experts_products(
         if slot < 0:
             continue
         pairs = (slots == slot).nonzero().squeeze(1)
-        hidden = gated(x_TD[pairs // top_k], block(w13, slot, rows))
-        out[pairs] = linear.linear(hidden, block(w2, slot, down_rows))
+        hidden = gated(x_TD[pairs // top_k], _block(w13, slot, rows))
+        out[pairs] = linear.linear(hidden, _block(w2, slot, down_rows))
 
 
-def block(weight: Weight, slot: int, num_rows: int) -> torch.Tensor:
+def _block(weight: Weight, slot: int, num_rows: int) -> torch.Tensor:
     """Return one expert's rows of a matrix of experts, restored."""
     start = slot * num_rows
     if isinstance(weight, torch.Tensor):

@@ -141,3 +141,45 @@ def linear_tile(
         # One program a multiprocessor: where two fit, few programs would lie on half of them.
         return LinearTile(block_t, 64, 256, parts, 4, 4)
     return LinearTile(block_t, 64, 128, parts, 4, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTile:
+    """Shape of a product of many tokens with experts.
+
+    Attributes:
+        block_n: rows of the weight of a program; of gates and of ups each where it is gated.
+        block_k: inputs of one iteration.
+        num_warps: warps of a program.
+        num_stages: iterations whose loads are in flight.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def pairs_of_tile(num_pairs: int, num_slots: int, dtype: torch.dtype) -> int:
+    """Return how many pairs of a token and an expert a program multiplies.
+
+    Args:
+        num_pairs: of all experts.
+        num_slots: blocks of rows of the weight.
+        dtype: element type.
+    """
+    if dtype == torch.float32:
+        return 32
+    return 64 if num_pairs <= 64 * num_slots else 128
+
+
+def grouped_tile(block_m: int, dtype: torch.dtype) -> GroupedTile:
+    """Return the tile of a product of many tokens with experts.
+
+    Args:
+        block_m: pairs of a program.
+        dtype: element type.
+    """
+    if dtype == torch.float32:
+        return GroupedTile(32, 32, 4, 2)
+    return GroupedTile(64, 64, 8 if block_m == 128 else 4, 3)

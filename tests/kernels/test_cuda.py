@@ -11,7 +11,7 @@ import torch
 
 from kernels.arguments import Stored
 from kernels.compile_time import LISTENER, Compilation, CudaError
-from kernels.cuda import driver, loaders, products
+from kernels.cuda import driver, experts, loaders, products
 from kernels.cuda.driver import Kernel
 from kernels.cuda.restore import restore_kernel
 from kernels.ops import codes, linear, quantised
@@ -88,6 +88,30 @@ def test_a_block_of_quantised_weights_has_room_for_what_eight_tokens_copy(capabi
         assert tile.shared_bytes(loader, 8) == tile.splits * tile.stages * (
             tile.sharing * tile.rows * loader.tile_bytes + 1024
         )
+
+
+@pytest.mark.parametrize("capability", CARDS, ids=str)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_blocks_of_experts_fit_every_card_and_add_in_one_order(capability, is_gated):
+    """Whatever the tokens are: a row of experts has the same bits in every batch."""
+    room = CARDS[capability] * KIB
+    for tokens, loader in itertools.product((1, 8, 9, 16, 32, 64), LOADERS):
+        tile = experts.experts_tile(tokens, loader, room, is_gated=is_gated)
+        assert tile.shared_bytes(loader, tokens) <= room - KIB
+        assert (tile.splits, tile.is_wide, 8 * tile.num_tiles >= tokens) == (4, False, True)
+        assert not is_gated or tile.rows == 2
+        if loader.steps > 1 and tile.num_tiles <= 2:
+            assert tile.stages % loader.steps == 0
+            assert tile.stages >= 2 * loader.steps
+
+
+@pytest.mark.parametrize("loader", [loaders.PLAIN, loaders.CODES, QUANTISED[0]], ids=str)
+def test_products_with_experts_compile(loader):
+    for tokens, is_gated, capability in ((1, True, (8, 6)), (64, False, (9, 0))):
+        room = CARDS[capability] * KIB
+        tile = experts.experts_tile(tokens, loader, room, is_gated=is_gated)
+        kernel = tile.kernel(loader, is_gated=is_gated, is_half=False, has_experts=True)
+        assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
 
 
 def test_wide_products_are_hoppers_alone():

@@ -45,13 +45,15 @@ STORED = ("codes", "quantised")
 """Modules of operators over weights that are restored; they have the names of those over plain ones
 and one file of tests."""
 RECORDS = (AttentionCall, Codes, ExpertArrays, ExpertCache, Joined, PrefillPart, Quantised)
-TOGETHER = (*STORED, "expert_cache")
+TOGETHER = (*STORED, "expert_cache", "experts")
 """Modules with one file of tests."""
 PLAIN = [name for name in OPERATORS if name.split(".")[0] not in STORED]
 
 
 def test_every_operator_is_found_once():
-    assert MODULES == ["attention", "codes", "expert_cache", "kv", "linear", "norm", "quantised"]
+    assert [
+        *("attention", "codes", "expert_cache", "experts", "kv", "linear", "norm", "quantised"),
+    ] == MODULES
     assert len(OPERATORS) >= 21
     assert len({name.split(".")[1] for name in PLAIN}) == len(PLAIN)
 

@@ -1,0 +1,193 @@
+"""Routing, products with experts and their sums: against twins, and rows that are their own."""
+
+import pytest
+import torch
+
+from kernels.ops import experts as ops
+from kernels.ops.checks import KernelArgumentError
+from kernels.ref import experts as ref
+from kernels.sizes import MAX_SMALL_TOKENS
+
+
+def kernel_route(logits, top_k, **given):
+    """Run the kernel on any device."""
+    from kernels.triton import experts as triton
+
+    return triton.route(logits, top_k, **({"renormalise": False, "rounds": False} | given))
+
+
+def kernel_products(x, w13, w2, slots, *, is_gelu=False):
+    """Run the kernels of Triton on any device; pairs without a block are zeros."""
+    from kernels.triton import experts as triton
+
+    (num_tokens, top_k), ffn = slots.shape, w2.shape[1]
+    hidden = x.new_zeros((num_tokens * top_k, ffn))
+    out = x.new_zeros((num_tokens * top_k, x.shape[1]))
+    if num_tokens <= MAX_SMALL_TOKENS:
+        triton.few(x, w13, slots, hidden, is_gated=True, is_gelu=is_gelu)
+        triton.few(hidden, w2, slots, out, is_gated=False)
+    else:
+        pairs = triton.sort_pairs(slots, w13.shape[0] // (2 * ffn), x.dtype)
+        triton.many(x, w13, pairs, top_k, hidden, is_gated=True, is_gelu=is_gelu)
+        triton.many(hidden, w2, pairs, top_k, out, is_gated=False)
+    return out.view(num_tokens, top_k, -1)
+
+
+def twin_products(x, w13, w2, slots, *, is_gelu=False):
+    out = x.new_zeros((*slots.shape, x.shape[1]))
+    ref.experts_products(x, w13, w2, slots, out, is_gelu=is_gelu)
+    return out
+
+
+def slots_of(kind, num_tokens, top_k, num_slots, rng):
+    """Return experts of tokens, int32 [T, k], no two of a token the same."""
+    draws = torch.rand((num_tokens, num_slots), generator=rng, device=rng.device)
+    if kind == "one":  # the first of every token
+        draws[:, 1] = 2
+    found = draws.argsort(1, descending=True)[:, :top_k].int()
+    if kind == "holes":
+        found[torch.rand(found.shape, generator=rng, device=rng.device) < 0.3] = -1
+    return found.contiguous()
+
+
+def weights_of(num_slots, hidden, ffn, dtype, rng):
+    def randn(*shape):
+        found = torch.randn(shape, generator=rng, device=rng.device)
+        return (found / shape[-1] ** 0.5).to(dtype)
+
+    return randn(num_slots * 2 * ffn, hidden), randn(num_slots * hidden, ffn)
+
+
+CASES = [
+    # tokens, experts of each, slots, hidden, ffn, kind
+    (1, 2, 6, 64, 32, "uniform"),
+    (1, 8, 8, 64, 48, "uniform"),
+    (3, 1, 5, 40, 24, "uniform"),
+    (16, 2, 4, 64, 32, "one"),
+    (17, 2, 40, 32, 16, "uniform"),
+    (40, 3, 4, 32, 16, "one"),
+    (33, 2, 5, 32, 16, "holes"),
+    (64, 4, 4, 32, 16, "uniform"),
+    (70, 2, 5, 40, 24, "holes"),
+    (130, 1, 3, 32, 16, "one"),
+]
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_slots", "hidden", "ffn", "kind"), CASES)
+def test_products_equal_twin(device, rng, num_tokens, top_k, num_slots, hidden, ffn, kind):
+    x = torch.randn((num_tokens, hidden), generator=rng, device=device)
+    w13, w2 = weights_of(num_slots, hidden, ffn, torch.float32, rng)
+    slots = slots_of(kind, num_tokens, top_k, num_slots, rng)
+    found = kernel_products(x, w13, w2, slots)
+    expected = twin_products(x, w13, w2, slots)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 70])
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_products_in_bfloat16(device, rng, num_tokens, is_gelu):
+    x = torch.randn((num_tokens, 64), generator=rng, device=device).bfloat16()
+    w13, w2 = weights_of(4, 64, 32, torch.bfloat16, rng)
+    slots = slots_of("uniform", num_tokens, 2, 4, rng)
+    found = kernel_products(x, w13, w2, slots, is_gelu=is_gelu)
+    expected = twin_products(x, w13, w2, slots, is_gelu=is_gelu)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("total", [20, 80])
+def test_a_row_depends_on_no_other_and_on_no_place(device, rng, total):
+    """Not on the batch (up to 64 tokens, or more), the order of experts, or their slots."""
+    x = torch.randn((total, 64), generator=rng, device=device).bfloat16()
+    w13, w2 = weights_of(6, 64, 32, torch.bfloat16, rng)
+    slots = slots_of("one", total, 3, 6, rng)
+    whole = kernel_products(x, w13, w2, slots)
+    for size in (1, 16) if total <= MAX_SMALL_TOKENS else (65,):
+        part = kernel_products(x[:size].clone(), w13, w2, slots[:size].contiguous())
+        assert torch.equal(part, whole[:size])
+    turned = kernel_products(x, w13, w2, slots.flip(1).contiguous())
+    assert torch.equal(turned.flip(1), whole)
+    order = torch.tensor([3, 5, 0, 2, 1, 4], device=device)
+    moved13 = torch.cat([w13.view(6, 64, 64)[order], w13.view(6, 64, 64)[:2]]).view(-1, 64)
+    moved2 = torch.cat([w2.view(6, 64, 32)[order], w2.view(6, 64, 32)[:2]]).view(-1, 32)
+    moved = kernel_products(x, moved13, moved2, order.argsort().int()[slots.long()].contiguous())
+    assert torch.equal(moved, whole)
+
+
+@pytest.mark.parametrize("total", [20, 80])
+def test_parts_of_a_step_make_what_the_whole_does(device, rng, total):
+    x = torch.randn((total, 64), generator=rng, device=device).bfloat16()
+    w13, w2 = weights_of(6, 64, 32, torch.bfloat16, rng)
+    slots = slots_of("uniform", total, 3, 6, rng)
+    whole = kernel_products(x, w13, w2, slots)
+    parts = torch.zeros_like(whole)
+    for part in range(3):
+        own = torch.where(slots % 3 == part, slots, -1)
+        parts += kernel_products(x, w13, w2, own)
+    assert torch.equal(parts, whole)
+
+
+@pytest.mark.parametrize("num_experts", [4, 60])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_routing_equals_twin(device, rng, num_experts, renormalise):
+    logits = torch.randn((9, num_experts), generator=rng, device=device)
+    rows = torch.tensor([0, -1, 5, 3, -1, 2, 1, 7, 8], device=device)
+    for top_k in (1, 2, num_experts):
+        given = {"renormalise": renormalise, "rows_T": rows}
+        ids, shares = kernel_route(logits, top_k, **given)
+        expected_ids, expected = ref.route(logits, top_k, rounds=False, **given)
+        assert torch.equal(ids, expected_ids)
+        assert (ids[1] == -1).all()
+        assert not shares[4].any()
+        torch.testing.assert_close(shares, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_routing_of_equal_logits_takes_lower_numbers_and_rounds(device, rng):
+    logits = torch.zeros((2, 8), device=device, dtype=torch.bfloat16)
+    logits[1, 5] = 1
+    for run in (kernel_route, lambda *args, **given: ops.route(*args, renormalise=False, **given)):
+        ids, shares = run(logits, 3, rounds=True)
+        assert ids.tolist() == [[0, 1, 2], [5, 0, 1]]
+        assert torch.equal(shares, shares.bfloat16().float())
+
+
+def test_experts_that_were_chosen_before_have_the_weights_of_the_router(device, rng):
+    logits = torch.randn((4, 6), generator=rng, device=device)
+    chosen = torch.tensor([[5, 0], [1, 2], [3, 4], [0, 1]], dtype=torch.int32, device=device)
+    rows = torch.tensor([1, -1, 2, 3], device=device)
+    given = {"renormalise": True, "rows_T": rows, "chosen_Tk": chosen}
+    ids, shares = kernel_route(logits, 2, **given)
+    expected_ids, expected = ref.route(logits, 2, rounds=False, **given)
+    assert torch.equal(ids, expected_ids)
+    assert ids.tolist() == [[5, 0], [-1, -1], [3, 4], [0, 1]]
+    torch.testing.assert_close(shares, expected)
+    own = logits.softmax(-1)[0, [5, 0]]
+    torch.testing.assert_close(shares[0], own / own.sum())
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_sums_equal_twin_and_read_nothing_of_pairs_without_an_expert(device, rng, has_shared):
+    from kernels.triton import experts as triton
+
+    products = torch.randn((5, 3, 40), generator=rng, device=device)
+    shares = torch.rand((5, 3), generator=rng, device=device)
+    ids = slots_of("holes", 5, 3, 4, rng)
+    products[ids < 0] = float("nan")
+    shared = torch.randn((5, 40), generator=rng, device=device) if has_shared else None
+    logits = torch.randn((5, 1), generator=rng, device=device) if has_shared else None
+    found = triton.experts_sum(products, shares, ids, shared, logits)
+    expected = ref.experts_sum(products, shares, ids, shared, logits)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_arguments_that_do_not_agree_are_refused():
+    x, slots = torch.zeros((2, 64)), torch.zeros((2, 2), dtype=torch.int32)
+    w13, w2, out = torch.zeros((128, 64)), torch.zeros((128, 32)), torch.zeros((2, 2, 64))
+    with pytest.raises(KernelArgumentError, match=r"experts_products\.w13: expected 64 columns"):
+        ops.experts_products(x, w13[:, :32].contiguous(), w2, slots, out)
+    with pytest.raises(KernelArgumentError, match=r"w2: expected as many blocks of 64 rows"):
+        ops.experts_products(x, w13, w2[:64], slots, out)
+    with pytest.raises(KernelArgumentError, match=r"route\.top_k: expected 1 to 4, got 5"):
+        ops.route(torch.zeros((2, 4)), 5, renormalise=False, rounds=False)
+    with pytest.raises(KernelArgumentError, match=r"experts_sum\.shared: expected logits beside"):
+        ops.experts_sum(out, torch.zeros((2, 2)), slots, torch.zeros((2, 64)))

@@ -1,0 +1,165 @@
+"""Products with experts on a GPU: every kind of weight, captured, in place, rows of their own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.arguments import Codes, Quantised
+from kernels.ops import codes, experts
+from kernels.ref import experts as ref
+from kernels.ref import quantised as ref_quantised
+from tests.kernels.quantised_cases import CASES, make
+from tests.kernels.test_experts import slots_of, weights_of
+
+pytestmark = pytest.mark.gpu
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+TOKENS = [1, 2, 5, 8, 9, 16, 17, 32, 33, 50, 64, 65, 200, 700]
+SHAPES = [
+    # experts of each token, slots, hidden, ffn
+    (8, 128, 2048, 768),
+    (2, 8, 512, 1792),
+    (1, 3, 64, 64),
+    (6, 6, 192, 320),
+    (4, 60, 256, 128),
+]
+
+
+def products(x, w13, w2, slots):
+    out = torch.full((*slots.shape, x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
+    experts.experts_products(x, w13, w2, slots, out)
+    return out
+
+
+def drawn(num_tokens, hidden, dtype, rng):
+    return torch.randn((num_tokens, hidden), generator=rng, device=rng.device).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF, FLOAT], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_equal_twin(shape, dtype, rng):
+    top_k, num_slots, hidden, ffn = shape
+    w13, w2 = weights_of(num_slots, hidden, ffn, dtype, rng)
+    exact = w13.float(), w2.float()
+    for num_tokens in TOKENS:
+        for kind in ("uniform", "one", "holes"):
+            if kind == "one" and num_slots < 2:
+                continue
+            x = drawn(num_tokens, hidden, dtype, rng)
+            slots = slots_of(kind, num_tokens, top_k, num_slots, rng)
+            found = products(x, w13, w2, slots)
+            expected = torch.full_like(found, float("nan"), dtype=FLOAT)
+            ref.experts_products(x.float(), *exact, slots, expected)
+            tolerance = {BF16: 2e-2, HALF: 3e-3, FLOAT: 1e-4}[dtype]
+            torch.testing.assert_close(
+                found.float(), expected, rtol=tolerance, atol=tolerance, equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_its_bits_in_every_batch_and_place(shape, dtype, rng):
+    top_k, num_slots, hidden, ffn = shape
+    w13, w2 = weights_of(num_slots, hidden, ffn, dtype, rng)
+    for total in (64, 700):
+        x = drawn(total, hidden, dtype, rng)
+        slots = slots_of("one" if num_slots > 1 else "uniform", total, top_k, num_slots, rng)
+        whole = products(x, w13, w2, slots)
+        for size in (n for n in TOKENS if (n <= 64) == (total <= 64) and n <= total):
+            part = products(x[-size:].clone(), w13, w2, slots[-size:].contiguous())
+            assert torch.equal(part, whole[-size:]), size
+        turned = products(x, w13, w2, slots.flip(1).contiguous())
+        assert torch.equal(turned.flip(1), whole)
+        order = torch.randperm(num_slots, generator=rng, device=x.device)
+        moved = [
+            torch.cat([w.view(num_slots, -1, w.shape[1])[order]] * 2).view(-1, w.shape[1])
+            for w in (w13, w2)
+        ]
+        places = order.argsort().int()[slots.long()]
+        places[1::2] += num_slots  # of copies
+        assert torch.equal(products(x, *moved, places.contiguous()), whole)
+        for part in range(3):
+            own = torch.where(slots % 3 == part, slots, -1).contiguous()
+            found = products(x, w13, w2, own)
+            assert torch.equal(found[own >= 0], whole[own >= 0])
+            assert found[own < 0].isnan().all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_quantised_weights_have_the_bits_of_restored_ones(case, rng):
+    for top_k, num_slots, hidden, ffn in ((8, 16, 2048, 768), (2, 5, 256, 320)):
+        made = [
+            replace(make(case, rows, columns, BF16, rng), columns=None)
+            for rows, columns in ((num_slots * 2 * ffn, hidden), (num_slots * hidden, ffn))
+        ]
+        plain = [ref_quantised.restore(weight) for weight in made]
+        for num_tokens in (1, 7, 16, 33, 64, 100):
+            x = drawn(num_tokens, hidden, BF16, rng)
+            slots = slots_of("holes", num_tokens, top_k, num_slots, rng)
+            found = products(x, *made, slots).view(torch.int16)
+            assert torch.equal(found, products(x, *plain, slots).view(torch.int16)), num_tokens
+
+
+def test_codes_have_the_bits_of_restored_weights(rng):
+    for top_k, num_slots, hidden, ffn in ((8, 16, 2048, 768), (2, 5, 256, 320)):
+        plain = weights_of(num_slots, hidden, ffn, BF16, rng)
+        made = [codes.pack(weight) for weight in plain]
+        for num_tokens in (1, 7, 16, 33, 64, 100):
+            x = drawn(num_tokens, hidden, BF16, rng)
+            slots = slots_of("holes", num_tokens, top_k, num_slots, rng)
+            found = products(x, *made, slots).view(torch.int16)
+            assert torch.equal(found, products(x, *plain, slots).view(torch.int16)), num_tokens
+
+
+def in_host(weight, host_view):
+    """Return a weight whose arrays lie in pinned host memory."""
+    if isinstance(weight, torch.Tensor):
+        return host_view(weight)
+    names = ("bytes", "codes", "first", "offsets", "table")
+    if isinstance(weight, Quantised):
+        names = ("values", "scale", "high", "zero", "low", "subscale", "sublow", "table")
+    arrays = {name: getattr(weight, name) for name in names}
+    return replace(weight, **{n: host_view(x) for n, x in arrays.items() if x is not None})
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 64, 90])
+def test_weights_in_host_memory_give_the_same_bits(num_tokens, rng, host_view):
+    plain = weights_of(16, 256, 128, BF16, rng)
+    packed: list[Codes] = [codes.pack(weight) for weight in plain]
+    rounded = [replace(make(CASES[0], *each.shape, BF16, rng), columns=None) for each in plain]
+    x = drawn(num_tokens, 256, BF16, rng)
+    slots = slots_of("uniform", num_tokens, 4, 16, rng)
+    for weights in (plain, packed, rounded):
+        there = [in_host(weight, host_view) for weight in weights]
+        assert torch.equal(products(x, *there, slots), products(x, *weights, slots))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 128])
+def test_a_captured_step_routes_anew(num_tokens, rng):
+    w13, w2 = weights_of(12, 256, 128, BF16, rng)
+    x, logits = drawn(num_tokens, 256, BF16, rng), drawn(num_tokens, 12, BF16, rng)
+    rows = torch.arange(num_tokens, device=x.device)
+
+    def step():
+        ids, shares = experts.route(logits, 4, renormalise=True, rounds=True, rows_T=rows)
+        out = torch.empty((num_tokens, 4, 256), dtype=BF16, device=x.device)
+        experts.experts_products(x, w13, w2, ids, out)
+        return experts.experts_sum(out, shares, ids)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            result = step()
+    for seed in range(3):
+        generator = torch.Generator(device=x.device).manual_seed(seed)
+        x.copy_(drawn(num_tokens, 256, BF16, generator))
+        logits.copy_(drawn(num_tokens, 12, BF16, generator))
+        rows[num_tokens // 2 :] = -1 if seed == 1 else 0
+        graph.replay()
+        found = result.clone()
+        assert torch.equal(found, step())
+        if seed == 1:
+            assert not found[num_tokens // 2 :].any()
