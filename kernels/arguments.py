@@ -728,12 +728,14 @@ class ExpertArrays:
             sources: as the attribute, but of any dtype and shape behind the first dimension.
             targets: likewise.
         """
-        froms, tos = ([_bytes_of(each) for each in every] for every in (sources, targets))
-        ends = [(s.shape[1], s.data_ptr(), t.data_ptr()) for s, t in zip(froms, tos, strict=True)]
+        read, written = ([_bytes_of(each) for each in every] for every in (sources, targets))
+        ends = [
+            (s.shape[1], s.data_ptr(), t.data_ptr()) for s, t in zip(read, written, strict=True)
+        ]
         width = next(w for w in (16, 4, 1) if not any(n % w for each in ends for n in each))
         rows = [[source, target, size // width] for size, source, target in ends]
-        table = torch.tensor(rows, dtype=torch.int64).to(tos[0].device)
-        return cls(tuple(froms), tuple(tos), width, table)
+        table = torch.tensor(rows, dtype=torch.int64).to(written[0].device)
+        return cls(tuple(read), tuple(written), width, table)
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the arrays are those of one bank."""

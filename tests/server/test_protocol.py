@@ -45,7 +45,7 @@ def statuses(client: socket.socket, num: int) -> list[int]:
         (PING[:-2] + b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n" + PING, [200]),
         (b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", [400]),
         (CHUNKED + b"zz\r\n", [400]),
-        ("GET /v1/models/é HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), [400]),
+        ("GET /v1/models/\u00e9 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), [400]),
         (PING[:-2] + b"X: " + b"a" * MOST_HEADER_BYTES + b"\r\n\r\n", [431]),
         (HEAD + b"Content-Length: 14\r\nTransfer-Encoding: chunked\r\n\r\n", [400]),
         # Refused before its body, which may or may not follow: nothing after it counts.
