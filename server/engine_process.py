@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -76,6 +76,9 @@ FETCH_LOOK_S: Final = 1.0
 """Seconds between two looks at how much of a model was fetched."""
 TOKENIZER_THREADS: Final = 2
 """A long prompt keeps one; the other goes on with short ones."""
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+"""What answers a request; called when its task runs, which a client that leaves may prevent."""
 
 
 class EngineProcess:
@@ -165,26 +168,26 @@ class EngineProcess:
     def _obey(self, message: object) -> None:
         match message:
             case Submit():
-                self._start(message.request_id, self._answer(message), message.form_name)
+                self._start(message.request_id, partial(self._answer, message), message.form_name)
             case Abort(request_id):
                 if task := self._running.get(request_id):
                     task.cancel()
             case Tokenize():
-                self._start(message.request_id, self._tokenize(message))
+                self._start(message.request_id, partial(self._tokenize, message))
             case Detokenize():
-                self._start(message.request_id, self._detokenize(message))
+                self._start(message.request_id, partial(self._detokenize, message))
             case _:
                 raise TypeError(f"expected a message of the front, got {message!r}.")
 
-    def _start(self, name: str, work: Any, form_name: str = "") -> None:
+    def _start(self, name: str, work: Work, form_name: str = "") -> None:
         task = asyncio.create_task(self._guarded(name, work, form_name))
         self._running[name] = task
         task.add_done_callback(lambda _: self._running.pop(name, None))
 
-    async def _guarded(self, name: str, work: Any, form_name: str) -> None:
+    async def _guarded(self, name: str, work: Work, form_name: str) -> None:
         """Run a request's work; what it raises is told to its client."""
         try:
-            await work
+            await work()
         except FailedRequestError as error:
             self._refuse(Refused(request_id=name, message=str(error), status=500))
         except RequestError as error:

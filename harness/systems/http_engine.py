@@ -1,6 +1,7 @@
 """A server with OpenAI's completions interface, behind the harness's door."""
 
 import asyncio
+import codecs
 import contextlib
 import json
 import os
@@ -312,16 +313,24 @@ class Events:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._pieces: list[bytes] = []
+        """Of a line whose end has not come."""
+        self._is_first = True
         self._kind = ""
         self._data: list[str] = []
 
     def feed(self, data: bytes) -> list[tuple[str, str]]:
         """Take bytes; return the kind and the content of each event that they complete."""
-        data = self._rest + data
+        self._pieces.append(data)
+        has_end = b"\n" in data or b"\r" in data or self._pieces[0].endswith(b"\r")
+        if not has_end:
+            return []
+        data = b"".join(self._pieces)
+        if self._is_first:
+            data, self._is_first = data.removeprefix(codecs.BOM_UTF8), False
         whole = data[:-1] if data.endswith(b"\r") else data  # its \n may come with the next ones
         *lines, tail = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._rest = tail + data[len(whole) :]
+        self._pieces = [tail + data[len(whole) :]]
         found = []
         for line in lines:
             if not line:

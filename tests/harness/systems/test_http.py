@@ -1,4 +1,5 @@
 import asyncio
+import codecs
 import contextlib
 import socket
 
@@ -462,3 +463,7 @@ def test_events_are_read_from_bytes_in_any_pieces():
         for at in range(0, len(text), size):
             found += events.feed(text[at : at + size])
         assert found + events.feed(b"\n") == expected
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_event():
+    assert http_engine.Events().feed(codecs.BOM_UTF8 + b"data: one\n\n") == [("", "one")]
