@@ -83,7 +83,9 @@ def _offload_arguments(config: EngineConfig) -> dict[str, Any]:
     backend = config.offload.backend
     if backend == "none":
         return {}
-    asked = asdict(getattr(config.offload, backend))  # under vLLM's own names
+    asked = asdict(getattr(config.offload, backend))  # under vLLM's own names, but for one
+    if not asked.get("experts_first", True):
+        del asked["experts_first"]
     chosen = {name: set(v) if isinstance(v, list) else v for name, v in asked.items()}
     return {"offload_backend": backend, **chosen}
 

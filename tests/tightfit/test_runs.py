@@ -137,7 +137,10 @@ def test_an_end_from_outside_is_one_json_document_too(
         ("tightfit compare latest lat", ["latest"]),
         ("tightfit completion f", ["fish"]),
         ("tightfit help sw", ["sweep"]),
-        ("tightfit run offload=", [f"offload={x}" for x in ("auto", "none", "prefetch", "uva")]),
+        (
+            "tightfit run offload=",
+            [f"offload={x}" for x in ("auto", "experts", "none", "prefetch", "uva")],
+        ),
         ("tightfit plan model=olmo7b engine.max_num_s", ["engine.max_num_seqs="]),
         ("tightfit version x", []),
     ],
@@ -153,7 +156,7 @@ def test_shells_get_a_script_and_bash_what_stands_behind_the_sign(
         assert main(["completion", shell]) == 0
         assert "tightfit completion --line" in capsys.readouterr().out
     assert main(["completion", "--line", "tightfit run offload=", "bash"]) == 0
-    assert capsys.readouterr().out.split() == ["auto", "none", "prefetch", "uva"]
+    assert capsys.readouterr().out.split() == ["auto", "experts", "none", "prefetch", "uva"]
     assert main(["completion", "--line", "tightfit run offload=u", "fish"]) == 0
     assert capsys.readouterr().out.split() == ["offload=uva"]
 

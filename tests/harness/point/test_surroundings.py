@@ -100,14 +100,14 @@ def test_config_hash_ignores_what_changes_no_result():
 
 def test_params_are_flat_and_few():
     params = flat_params(run_config())
-    assert len(params) <= 48
+    assert len(params) <= 50
     assert not any(isinstance(value, dict) for value in params.values())
     assert params["scenario.latency.num_requests"] == 11
     assert "scenario.latency.prompts_file" not in params
     scenario = ScenarioConfig(name="rows", latency=LatencyScenario(prompts_file="rows.jsonl"))
     params = flat_params(run_config(scenario=scenario))
     assert params["scenario.latency.prompts_file"] == "rows.jsonl"
-    assert len(params) <= 48
+    assert len(params) <= 50
 
 
 def test_a_setting_that_was_typed_is_a_parameter_whatever_it_is():

@@ -151,6 +151,7 @@ class TieredLLM:
                 "block_bytes": 100 * BLOCK,
                 "in_place_bytes": self.read,
                 "staged_prefill_bytes": 0,
+                "copied_ahead_bytes": 0,
                 "gpu": {"blocks": self.gpu_blocks},
                 "cpu": {"blocks": self.cpu_blocks, "in_transit": 0},
                 "prefix": dict(self.found),
