@@ -8,8 +8,9 @@ from kernels.arguments import ExpertArrays, ExpertCache
 
 _NEVER: tl.constexpr = tl.constexpr(2**62)
 """A tick that never comes: slots used then make no room."""
-_MAX_IDS = 1024
-"""Ids that are looked at at a time."""
+_FEW_IDS, _MANY_IDS = 64, 1024
+"""Ids that are looked at at a time: of a decode, and of more tokens. There are no other sizes, so
+that none is compiled in the middle of a run."""
 NUM_PROGRAMS = 128
 """That copy. Nothing computes beside them; what a link carries takes fewer."""
 _TILE_BYTES = 16384
@@ -27,7 +28,20 @@ def _mark(wanted, ids, num_ids, tick, IDS: tl.constexpr):
 
 # One program: what it does takes less than the copy of one expert, of which each turn of its loop
 # is followed.
-@triton.jit(do_not_specialize=["num_ids", "part", "E", "S"])
+@triton.jit(
+    do_not_specialize=["num_ids", "part", "E", "S"],
+    do_not_specialize_on_alignment=[
+        "expert_of_slot",
+        "slot_of_expert",
+        "last_used",
+        "tick_at",
+        "wanted",
+        "served",
+        "missing",
+        "num_missing",
+        "counts",
+    ],
+)
 def _claim_kernel(
     ids,
     slots,
@@ -100,7 +114,10 @@ def _claim_kernel(
         tl.store(slots + at, found, mask=at < num_ids)
 
 
-@triton.jit(do_not_specialize=["num_ids", "E"])
+@triton.jit(
+    do_not_specialize=["num_ids", "E"],
+    do_not_specialize_on_alignment=["tick_at", "wanted", "counts"],
+)
 def _count_kernel(
     ids, tick_at, wanted, counts, num_ids, E, IDS: tl.constexpr, EXPERTS: tl.constexpr
 ):
@@ -143,7 +160,7 @@ def _gather_kernel(
 
 def _blocks(num_ids: int, num_experts: int) -> dict[str, int]:
     """Return the sizes of what the one program of a kernel looks at, and its warps."""
-    ids = min(_MAX_IDS, triton.next_power_of_2(max(1, num_ids)))
+    ids = _FEW_IDS if num_ids <= _FEW_IDS else _MANY_IDS
     experts = triton.next_power_of_2(num_experts)
     # One warp reduces without a barrier; what is long takes more.
     return {"IDS": ids, "EXPERTS": experts, "num_warps": 1 if max(ids, experts) <= 512 else 4}
