@@ -286,6 +286,7 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
         path=path,
         load_format=node.load_format,
         quantize=node.quantize,
+        routing=node.routing,
         spec=found.spec,
     )
     rates = {} if probed is None else probed.rates

@@ -74,7 +74,13 @@ def planned_shortage(config: RunConfig) -> CapacityError | None:
     try:
         spec = describe(config.model).spec
         node = config.model
-        model = ModelConfig(name=node.name, load_format="dummy", quantize=node.quantize, spec=spec)
+        model = ModelConfig(
+            name=node.name,
+            load_format="dummy",
+            quantize=node.quantize,
+            routing=node.routing,
+            spec=spec,
+        )
         engine = with_model(config, model)
         if config.model.fake is not None:
             plan_fake(config.model.fake, engine)

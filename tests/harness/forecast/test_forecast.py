@@ -24,6 +24,26 @@ from tests.harness.cases import quoted
 
 GIB = 2**30
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 1000,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
 
 @pytest.fixture(scope="module")
 def composer() -> Composer:
@@ -163,6 +183,21 @@ def test_a_model_that_fits_plain_is_recommended_in_codes_where_they_are_faster(
     found = forecast(point.config, ())
     assert "lossless" not in [row.label for row in found.rows]
     assert found.recommended is found.rows[0]
+
+
+def test_a_stated_routing_is_planned_for(composer: Composer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS), encoding="utf-8")
+    asked = [
+        *("+model=local", f"model.path={quoted(tmp_path)}", "model.load_format=dummy"),
+        *("offload=experts", "offload.experts.expert_slots=40", "engine.max_model_len=512"),
+        "gpu=rtx4090_24gb",
+    ]
+    found = [
+        found_of(composer, *asked, f"model.routing={routing}")
+        for routing in ("dummy", "synthetic:0.9")
+    ]
+    uniform, local = (each.plan.predicted["decode_step_ms"] for each in found if each.plan)
+    assert local < uniform / 2
 
 
 def test_recommended_overrides_give_the_row(composer: Composer, olmo: Forecast) -> None:
