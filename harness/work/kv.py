@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from engine.sealed import GIB
 from harness.work.drive import Clock, Engine, Outcome
-from harness.work.times import RequestTimes, has_passed
+from harness.work.times import RequestTimes
+from harness.work.watch import Watch
 from reports.record.text import flatten
 
 Counts = dict[str, float]
@@ -28,10 +29,6 @@ def since(after: Counts, before: Counts) -> Counts:
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
-PERIOD_S: Final = 0.25
-"""Seconds between rows."""
-MOST_ROWS: Final = 2000
-"""Beyond so many rows every second one is dropped and the period doubled."""
 COLUMNS: Final = (
     "gpu.owned",
     "gpu.cached",
@@ -77,40 +74,17 @@ TO_DEVICE: Final = (
 """Counters of bytes that cross the link from host to device."""
 
 
-class KVWatch:
-    """An engine that notes the use of its KV cache between steps, a few times a second.
-
-    Everything but `step` is the engine's own.
-    """
+class KVWatch(Watch):
+    """An engine that notes the use of its KV cache between steps."""
 
     def __init__(self, llm: Engine, clock: Clock) -> None:
-        self._llm, self._clock = llm, clock
-        self._begin_s = self._next_s = clock()
-        self._period_s = PERIOD_S
+        super().__init__(llm, clock)
         self._before = counts(llm.stats())
-        self._rows: list[tuple[float, ...]] = []
         self._look(self._begin_s)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
-    def step(self) -> list[Any]:
-        """Run one step of the engine."""
-        events: list[Any] = self._llm.step()
-        now_s = self._clock()
-        if has_passed(now_s, self._next_s):
-            self._look(now_s)
-        return events
-
-    def _look(self, now_s: float) -> None:
-        self._next_s = now_s + self._period_s
+    def _row(self) -> list[float] | None:
         now = counts(self._llm.stats())
-        if not now:
-            return
-        self._rows.append((now_s - self._begin_s, *(now.get(name, 0) for name in COLUMNS)))
-        if len(self._rows) > MOST_ROWS:
-            self._rows = self._rows[::2]
-            self._period_s *= 2
+        return [now.get(name, 0) for name in COLUMNS] if now else None
 
     def note(self, part: str, result: dict[str, Any]) -> None:
         """Add metrics and rows to a job's result; those of the last part stay."""
@@ -131,7 +105,7 @@ class KVWatch:
         metrics |= self._use(now)
         return metrics, {
             "columns": ["time_s", *COLUMNS],
-            "rows": [list(row) for row in self._rows],
+            "rows": self._rows,
             "gpu_blocks": now.get("gpu.blocks", 0),
             "cpu_blocks": now.get("cpu.blocks", 0),
             "block_bytes": now.get("block_bytes", 0),

@@ -4,7 +4,6 @@ from typing import Any, cast
 
 import pytest
 
-from harness.work import experts
 from harness.work.drive import Engine, StepCounts, StepTotals
 from harness.work.experts import ExpertWatch
 from harness.work.predicted import expert_metrics, transfer_metrics, transfer_reasons
@@ -67,7 +66,7 @@ def test_a_model_without_counters_has_no_rows() -> None:
 
 
 def test_long_parts_keep_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "MOST_ROWS", 4)
+    monkeypatch.setattr("harness.work.watch.MOST_ROWS", 4)
     rows = run(60)[0]["experts"]["rows"]
     assert len(rows) <= 5
     assert rows[0][0] == 0

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from engine.sealed import GIB
-from harness.work import kv
 from harness.work.kv import KVWatch, kv_series
 from harness.work.predicted import kv_link_share
 from tests.harness.fakes import FakeClock
@@ -86,7 +85,7 @@ def test_use_is_noted_a_few_times_a_second():
 
 
 def test_long_parts_keep_fewer_rows(monkeypatch):
-    monkeypatch.setattr(kv, "MOST_ROWS", 8)
+    monkeypatch.setattr("harness.work.watch.MOST_ROWS", 8)
     _, rows = run(200)
     times = [row[0] for row in rows["rows"]]
     assert len(times) <= 9
