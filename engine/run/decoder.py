@@ -266,13 +266,13 @@ class Decoder:
     def _attend(self, batch: Batch, index: int, step: AttentionCall) -> None:
         """Decodes by the split kernel, prefills by the varlen one; both read the cache."""
         edge, host = batch.num_decodes, self.cache.host_layer(index)
-        lens = step.seq_lens if host is None or not batch.ahead else batch.near_lens
-        if edge and lens is not None:
-            call = _part(step, slice(edge), slice(edge), host if batch.reads_host else None)
+        near: AttentionCall | None = step
+        if batch.ahead and host is not None:
+            near = None if batch.near_lens is None else replace(step, seq_lens=batch.near_lens)
+        if edge and near is not None:
+            call = _part(near, slice(edge), slice(edge), host if batch.reads_host else None)
             attention.paged_decode_attention(
-                replace(call, seq_lens=lens[:edge]),
-                max_seq_len=batch.max_decode_len,
-                workspace=self.workspace,
+                call, max_seq_len=batch.max_decode_len, workspace=self.workspace
             )
         for decode in batch.ahead if host is not None else ():
             assert self.decode_stages is not None

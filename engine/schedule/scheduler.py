@@ -233,6 +233,7 @@ class Scheduler:
             else:
                 self.running.remove(sequence)
             self.groups.release(sequence, is_bad=reason == "error")
+            self._sharing.forget(sequence)
             sequence.status = SequenceStatus.FINISHED
             self.stats.num_finished += 1
         if length is not None:
@@ -601,7 +602,7 @@ class Scheduler:
             if new and (reason := new[-1].finish_reason) is not None:
                 self.finish(item.sequence, reason, new[-1].stop_reason)
             events += new
-        self._sharing.note(plan.step, [item.sequence for item in plan.decodes])
+        self._sharing.note(plan.step, plan.decodes)
         self.prepare()
         return events
 

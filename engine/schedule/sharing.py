@@ -12,7 +12,7 @@ from engine.kv.sequences import BlockGroups
 from engine.plan import long
 from engine.plan.sizes import NO_LIMIT
 from engine.schedule.admission import Admission
-from engine.schedule.step import Stand
+from engine.schedule.step import ScheduledSequence, Stand
 
 SPARE_PARTS = 8
 """Long sequences take GPU blocks that became free once they are such a part of the room."""
@@ -134,18 +134,24 @@ class Sharing:
         """Whether the one whose turn it is waits for its blocks."""
         return self._holder is not None and self._holder.status is SequenceStatus.LOADING
 
-    def note(self, step: int, decoded: Collection[Sequence]) -> None:
+    def note(self, step: int, decodes: SequenceOf[ScheduledSequence]) -> None:
         """Note which sequences decoded in a step that ran."""
-        longs = self.longs(decoded)
+        limit = self._groups.long_tokens
+        if limit == NO_LIMIT:
+            return
+        longs = [s.sequence for s in decodes if s.sequence.num_tokens > limit]
         if not longs:
             return
         self._next_step = step + 1 + self._skips
         for sequence in longs:
             waited = step - self._last_steps.get(sequence.seq_id, step)
             self.most_waited_steps = max(self.most_waited_steps, waited)
-            self._last_steps[sequence.seq_id] = step
-            if sequence.is_finished:
-                del self._last_steps[sequence.seq_id]
+            if not sequence.is_finished:
+                self._last_steps[sequence.seq_id] = step
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended."""
+        self._last_steps.pop(sequence.seq_id, None)
 
     # Blocks for short sequences
 

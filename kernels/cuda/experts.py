@@ -12,7 +12,7 @@ import torch
 from kernels.arguments import Codes, Quantised
 from kernels.cuda.driver import Args, Kernel, capability, launch, max_shared_bytes
 from kernels.cuda.loaders import CODES, PLAIN, Loader, args_of, loader_of
-from kernels.cuda.products import TOKEN_TILES, Tile
+from kernels.cuda.products import TOKEN_TILES, Tile, token_counts
 from kernels.sizes import LEAST_CAPABILITY, MAX_SMALL_TOKENS
 
 _SPLITS: Final = 4
@@ -114,9 +114,7 @@ def kernels_of(
         return set()
     if capability(device) < LEAST_CAPABILITY:
         return set()
-    counts = [most for most in TOKEN_TILES if most < max_tokens]
-    counts.append(min(max_tokens, MAX_SMALL_TOKENS))
-    is_half = dtype == torch.float16
+    is_half, counts = dtype == torch.float16, token_counts(max_tokens)
     return {_launch_shape(n, num_rows, device, is_gated, loader, is_half)[0] for n in counts}
 
 

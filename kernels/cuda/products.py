@@ -271,6 +271,12 @@ def launch_shape(
     return kernel, blocks, tile.shared_bytes(loader, num_tokens)
 
 
+def token_counts(max_tokens: int) -> list[int]:
+    """Return a number of tokens for each kernel that products of so many tokens or fewer launch."""
+    counts = [most for most in TOKEN_TILES if most < max_tokens]
+    return [*counts, min(max_tokens, MAX_SMALL_TOKENS)]
+
+
 def kernels_of(
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -294,8 +300,7 @@ def kernels_of(
     if dtype == torch.float32 or not fills_tiles(num_rows, size_in, device, is_gated=is_gated):
         return set()
     is_half = dtype == torch.float16
-    counts = [most for most in TOKEN_TILES if most < max_tokens]
-    counts.append(min(max_tokens, MAX_SMALL_TOKENS))
+    counts = token_counts(max_tokens)
     shapes = (launch_shape(n, num_rows, device, is_gated, loader, is_half) for n in counts)
     return {kernel for kernel, *_ in shapes}
 
