@@ -179,7 +179,9 @@ class DeviceExecutor:
         if scored:
             batch = replace(batch, scored=tuple((part.rows, part.take) for part in scored))
         logits = self.execute(batch)
+        # Copies to the host come before the mark that says that they are done.
         recorded = self._recorded(plan, batch.num_tokens)
+        metered = None if self.meter is None else (self.meter, self.meter.send())
         sampling, pending = plan.sampling, None
         if sampling:
             seed, eos_ids = self._seed, self._eos_token_ids
@@ -200,7 +202,7 @@ class DeviceExecutor:
             used_graph=self.graph_steps > graph_steps,
             scored=scored,
             recorded=recorded,
-            metered=None if self.meter is None else (self.meter, self.meter.send()),
+            metered=metered,
         )
 
     def _recorded(self, plan: StepPlan, num_tokens: int) -> Recorded | None:

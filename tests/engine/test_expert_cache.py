@@ -223,3 +223,23 @@ def test_experts_in_other_formats(tiny: TinyModels, stored: dict[str, Any]) -> N
     assert llm.plan.formats["model.layers.0.mlp.experts.w13_weight"].name == form
     check_banks(llm)
     llm.close()
+
+
+def test_counters_are_copied_before_the_mark_that_says_so(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a flight reads once its mark is done must be behind the mark on the stream."""
+    llm = open_cached(tiny, "qwen3_moe")
+    executor, order = llm.engine.executor, []
+    assert executor.meter is not None
+    for owner, name in ((executor.meter, "send"), (executor, "mark")):
+        real = getattr(owner, name)
+
+        def noted(real: Any = real, name: str = name) -> Any:
+            order.append(name)
+            return real()
+
+        monkeypatch.setattr(owner, name, noted)
+    greedy(llm, PROMPTS[:1], 2)
+    assert order[:2] == ["send", "mark"]
+    assert order[2:] == ["send", "mark"] * (len(order) // 2 - 1)
