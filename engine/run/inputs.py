@@ -524,7 +524,7 @@ class BatchBuilder:
         if not ahead:
             self.shape = StepShape(size, 0, reads_host)
         batch = self._batch(size, longest, reads_host=reads_host)
-        return replace(batch, ahead=ahead, near_lens=near_lens)
+        return replace(batch, ahead=ahead, near_lens=near_lens) if ahead else batch
 
     def _prepare_prefills(self, plan: StepPlan, tokens: torch.Tensor | None) -> Batch:
         """Prompts beside decodes; padded where a graph holds so many and none is staged."""
@@ -573,7 +573,8 @@ class BatchBuilder:
             ]
             batch = replace(batch, staged=tuple(found))
         near_lens = self._near_lens(plan.decodes, rows, ahead)
-        batch = replace(batch, ahead=ahead, near_lens=near_lens)
+        if ahead:
+            batch = replace(batch, ahead=ahead, near_lens=near_lens)
         inputs.send(tokens)
         return batch
 
