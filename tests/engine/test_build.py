@@ -14,6 +14,7 @@ from engine.errors import KernelError, PinningError
 from engine.kv.prefix import root_key
 from engine.plan.units import ON_DEMAND, RESIDENT
 from engine.run.executor import DeviceExecutor
+from engine.run.routing import Routers
 from harness.point.process import classify_exception
 from kernels.compile_time import CudaError
 from kernels.cuda import driver
@@ -108,10 +109,11 @@ def test_what_steps_exchange_with_the_host_is_allocated_by_the_device(
 
 
 def test_blocks_of_other_weights_dtypes_and_windows_have_other_names(tiny: TinyModels) -> None:
-    def root(variant: str, **keywords: Any) -> bytes:
+    def root(variant: str, routing: str = "router", **keywords: Any) -> bytes:
         config = make_config(tiny.folder(variant), max_model_len=200, **keywords)
         spec = build.read_model(config.model).spec
-        identity = build._identity(config, spec, LLM.plan_for(config))
+        routers = Routers(facts={"kind": routing})
+        identity = build._identity(config, spec, LLM.plan_for(config), routers)
         return root_key(identity, config.kv.block_size)
 
     dummy = {"load_format": "dummy"}
@@ -124,6 +126,7 @@ def test_blocks_of_other_weights_dtypes_and_windows_have_other_names(tiny: TinyM
         ("llama", {**dummy, "seed": 1}),
         ("mistral_window", {}),
         ("mistral_window", {"disable_sliding_window": True}),
+        ("llama", {"routing": "dummy"}),
     ]
     roots = [root(variant, **keywords) for variant, keywords in cases]
     assert len(set(roots)) == len(cases)
