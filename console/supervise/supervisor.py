@@ -155,7 +155,7 @@ class Supervisor:
         )
         await self._refresh()
         await _once(self._look_at_units)
-        held = "a test runs" if await self._tasks.recover() else None
+        held = await self._tasks.recover()
         for service in self._own.values():
             await service.resume(held)
         await self._tasks.revive_held()

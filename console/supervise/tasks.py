@@ -87,21 +87,22 @@ class Tasks:
                 "Cancel it, or wait for its end.",
             )
 
-    async def recover(self) -> bool:
+    async def recover(self) -> str | None:
         """Follow and queue the tests that an earlier console left.
 
-        Return whether one of them runs for which what is served was stopped.
+        Return why what is served stays stopped; None: no test runs that it was stopped for.
         """
         left = await asyncio.to_thread(self._tests.recover)
         await asyncio.to_thread(interrupt_stale, self._database)
-        is_held = False
+        why = None
         for test_id in (*left.running, *left.queued):
             row = await asyncio.to_thread(self._row, TestRun, test_id, "test")
             is_running = row.status == "running"
-            is_held = is_held or (is_running and bool(row.settings.get("stop_service")))
+            if is_running and row.settings.get("stop_service"):
+                why = _held_by(test_id)
             model = await asyncio.to_thread(self._row, Model, row.model_id, "model")
             self._queue(row.kind, {"test_id": test_id}, row, model.name, is_running=is_running)
-        return is_held
+        return why
 
     async def revive_held(self) -> None:
         """Start what an earlier console stopped for a test that has ended since."""
@@ -266,7 +267,7 @@ class Tasks:
                 continue
             await asyncio.to_thread(self._hold, service.id, row.id)  # outlives this process
             try:
-                await service.end(f"test {row.id} runs")
+                await service.end(_held_by(row.id))
             except ServiceError as error:
                 await asyncio.to_thread(self._hold, service.id, None)
                 await in_thread(lambda: self._tests.cancel(row.id))
@@ -318,3 +319,8 @@ def _far(done_bytes: int | None, total_bytes: int | None) -> str:
 def _count(found: Mapping[str, Any]) -> str:
     """Return how far a test is."""
     return f"{found['done']} of {found['total']} {found['unit']}"
+
+
+def _held_by(test_id: int) -> str:
+    """Return why a service is stopped for a test."""
+    return f"test {test_id} runs"

@@ -142,7 +142,7 @@ def test_a_test_goes_on_without_a_console_and_the_next_one_follows_it(
         assert (test.status, psutil.pid_exists(test.pid)) == ("running", True)
         async with supervising(database, home, more=more, stop_s=0.2) as supervisor:
             found = main_of(supervisor)
-            assert (found["state"], found["reason"]) == ("stopped", "a test runs")
+            assert (found["state"], found["reason"]) == ("stopped", "test 1 runs")
             followed = supervisor.snapshot()["jobs"][0]
             assert (followed["action"], followed["arguments"]["test"]) == ("test", 1)
             psutil.Process(test.pid).terminate()
