@@ -5,6 +5,7 @@ PYTHON ?= python3
 PY ?= .venv/bin/python
 JOBS ?= 2
 STUDIES ?= bench bench_lossless
+MARKS ?= browser and not slow
 DEMO := smollm2_135m
 # Nothing but the names listed: what they need beyond these lists the GPU machine has.
 FETCH_WHEELS = $(PY) -m pip download --no-deps -c constraints.txt --only-binary=:all: \
@@ -39,9 +40,9 @@ test-slow: setup ## the tests that take longer (storms, interpreted kernels, who
 	$(PY) -m tightfit models fetch glass
 	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not weights and not browser" -n $(JOBS) --dist loadfile $(ARGS)
 
-test-browser: setup ## drive the console's pages in headless Chromium (Debian: chromium, chromium-driver)
+test-browser: setup ## drive the console's pages in Chromium; MARKS=browser with a comparison to its end
 	$(PY) -m tightfit models fetch glass
-	$(TEST_ENV) $(PY) -m pytest -m browser -n $(JOBS) --dist loadfile $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -m "$(MARKS)" -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types arch test ## everything that must pass before a commit
 

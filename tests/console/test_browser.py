@@ -200,6 +200,7 @@ def test_what_is_tested_has_a_history_and_a_report(browser: Browser):
     assert any(row.startswith("ab other 2 cancelled") for row in rows), rows
 
 
+@pytest.mark.slow
 def test_two_profiles_are_compared_to_the_end_and_swept(browser: Browser):
     browser.open("/tests?model=1")
     choose(browser, "#a-profile", "other: default")
