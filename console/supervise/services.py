@@ -428,7 +428,11 @@ class OwnService:
             state, reason = await self._run_again()
         except Exception as error:
             logger.exception("service %s", self.name)
+            if self._child is not None:
+                await asyncio.to_thread(self._child.kill)
             state, reason = "failed", f"{type(error).__name__}: {error}"
+            if self._ending.is_set():
+                state, reason = "stopped", self._why
         self._life = self._child = self._running = None
         self._enter(state, reason)
         await self._store_state()

@@ -166,3 +166,12 @@ async def serve(supervisor: Supervisor, profile_id: int) -> Any:
     """Have the service serve a profile; return the job when it has ended."""
     job = await supervisor.submit("switch", service_id=1, profile_id=profile_id)
     return await supervisor.wait(job)
+
+
+async def until_anew(supervisor: Supervisor, pid: int) -> dict[str, Any]:
+    """Return the service once another process than one serves; say what it is where none does."""
+    try:
+        await until(lambda: (x := main_of(supervisor))["state"] == "ready" and x["pid"] != pid)
+    except TimeoutError as error:
+        raise AssertionError(f"process {pid} before, now {supervisor.snapshot()}") from error
+    return main_of(supervisor)

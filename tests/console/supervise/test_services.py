@@ -7,12 +7,14 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from console.registry.checks import BusyError, FieldError
 from console.registry.database import Database
+from console.supervise.figures import Figures
 from tests.console.supervise.conftest import (
     NoMachine,
     add_model,
@@ -376,5 +378,24 @@ def test_a_new_console_starts_what_was_wanted(database: Database, home: Path) ->
             found = main_of(supervisor)
             assert (found["state"], found["pid"]) == ("stopped", None)
             assert found["reason"] == "it ended with the console, and restarts are off"
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_the_looks_leaves_no_process_behind(
+    database: Database, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise RuntimeError("the transport is closed")
+
+    async def run() -> None:
+        profile = add_model(database, "a")
+        async with supervising(database, home) as supervisor:
+            await serve(supervisor, profile)
+            pid = main_of(supervisor)["pid"]
+            monkeypatch.setattr(Figures, "health", fail)
+            found = await until(lambda: (x := main_of(supervisor))["state"] == "failed" and x)
+            assert found["reason"] == "RuntimeError: the transport is closed"
+            assert not psutil.pid_exists(pid)
 
     asyncio.run(run())

@@ -15,7 +15,14 @@ from console.registry.database import Database
 from console.registry.tables import Model, Profile, Service, TestRun
 from console.testing.tests import Tests
 from tests.console.registry.conftest import checkpoint
-from tests.console.supervise.conftest import add_model, main_of, serve, supervising, until
+from tests.console.supervise.conftest import (
+    add_model,
+    main_of,
+    serve,
+    supervising,
+    until,
+    until_anew,
+)
 from tests.console.supervise.test_units import StandIn as Systemctl
 from tests.console.supervise.test_units import installed, unit_of
 from tests.console.testing.conftest import StandIn, record, stand_in
@@ -43,6 +50,14 @@ def more(database: Database, home: Path, monkeypatch: pytest.MonkeyPatch) -> Map
 def row_of(database: Database, table: Any, row_id: int) -> Any:
     with database.read() as session:
         return session.get(table, row_id)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process has ended, also where nobody has waited for it."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def held_of(database: Database) -> list[int | None]:
@@ -90,10 +105,7 @@ def test_a_test_stops_what_is_served_and_starts_it_again(
             assert (job.state, row_of(database, TestRun, 1).status) == ("cancelled", "cancelled")
             await supervisor.wait(second)
             assert row_of(database, TestRun, 2).status == "cancelled"
-            again = await until(
-                lambda: (x := main_of(supervisor))["state"] == "ready" and x["pid"] != pid and x
-            )
-            assert again["wanted"] == "running"
+            assert (await until_anew(supervisor, pid))["wanted"] == "running"
 
     asyncio.run(run())
 
@@ -107,7 +119,7 @@ def test_a_test_stops_a_unit_where_it_may(
         systemd, profile = Systemctl(), add_model(database, "deaf", path=checkpoint(home / "deaf"))
         units = {"run_systemctl": systemd, "list_units": lambda: [installed(port=0)]}
         async with supervising(database, home, more={**more, **units}, stop_s=0.1) as supervisor:
-            await serve(supervisor, profile)
+            assert (await serve(supervisor, profile)).state == "done"
             pid = main_of(supervisor)["pid"]
             systemd.active, systemd.refusal = "active", refusal
             await supervisor._look_at_units()
@@ -123,7 +135,7 @@ def test_a_test_stops_a_unit_where_it_may(
                 assert job.reason is not None
                 assert job.reason.startswith("tightfit-server-deaf was not stopped: ")
                 assert job.reason.endswith("Access denied")
-            await until(lambda: (x := main_of(supervisor))["state"] == "ready" and x["pid"] != pid)
+            await until_anew(supervisor, pid)
 
     asyncio.run(run())
 
@@ -168,7 +180,7 @@ def test_a_unit_is_started_again_by_the_console_behind_the_one_that_stopped_it(
         process = psutil.Process(row_of(database, TestRun, 1).pid)
         if ends == "with nobody":
             process.terminate()
-            await until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+            await until(lambda: has_ended(process))
         async with supervising(database, home, more={**more, **units}) as supervisor:
             if ends == "with the next console":
                 await until(lambda: supervisor.snapshot()["jobs"][0]["phase"])
