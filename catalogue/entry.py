@@ -4,10 +4,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
+from engine.asked.config import LoadConfig
 from engine.errors import ConfigError
-from engine.model.rounding import BITS
-from engine.model.routing import check_routing
-from engine.model.spec import LOAD_FORMATS, ModelSpec
+from engine.model.spec import ModelSpec
 from engine.sealed import Sealed, check_choice
 
 SOURCE_FIELDS: Final = {
@@ -66,7 +65,7 @@ class ModelSource(Sealed):
 
 
 @dataclass(kw_only=True)
-class Model(Sealed):
+class Model(LoadConfig):
     """The model: its sizes, where its weights are and how they are loaded."""
 
     name: str
@@ -75,19 +74,6 @@ class Model(Sealed):
     """Local folder with config.json and weights; set, it is used instead of `source`."""
     source: ModelSource = field(default_factory=ModelSource)
     """Where the weights come from otherwise."""
-    load_format: str = "auto"
-    """auto (safetensors) | safetensors | dummy (random weights of the exact shape, no download)."""
-    keep_lossless: bool = False
-    """Keep what a load packs (engine.weight_format) in TIGHTFIT_HOME/lossless, at 0.75 of its size;
-    later loads read that."""
-    quantize: str | None = None
-    """int8 | int4: round plain weights to integers at the load (to the nearest, groups of 128);
-    embedding and head stay plain, and tokens differ from those of the checkpoint. null: weights
-    stay as they are."""
-    routing: str | None = None
-    """Experts of dummy weights: dummy (null; what a random router chooses, without locality) |
-    trace:FILE (as recorded) | synthetic:REUSE (a share of picks, 0 to 1, repeats an expert of the
-    last 8 tokens)."""
     spec: ModelSpec | None = None
     """Sizes of the architecture; null: read from config.json in `path`."""
 
@@ -99,10 +85,7 @@ class Model(Sealed):
             raise ConfigError(
                 f"model.name: expected letters, digits, '.', '_' and '-', got {self.name!r}."
             )
-        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
-        if self.quantize is not None:
-            check_choice("model.quantize", self.quantize, tuple(BITS))
-        check_routing(self.routing, self.load_format)
+        super().check()
         if self.path is not None and not self.path.strip():
             raise ConfigError("model.path: expected a folder or null, got an empty text.")
         if self.path is None and self.source.kind == "folder" and self.load_format != "dummy":

@@ -251,11 +251,8 @@ def located(model: str, load_format: str | None = None) -> dict[str, Any]:
     return {
         "name": entry.name,
         "path": None if path is None else str(path),
-        "load_format": entry.load_format,
-        "keep_lossless": entry.keep_lossless,
-        "quantize": entry.quantize,
-        "routing": entry.routing,
         "spec": describe(entry).spec if path is None else entry.spec,
+        **entry.loading(),
     }
 
 

@@ -86,11 +86,8 @@ def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
     sizes = ModelConfig(
         name=entry.name,
         path=path,
-        load_format=load_format,
-        keep_lossless=entry.keep_lossless,
-        quantize=entry.quantize,
-        routing=entry.routing,
         spec=spec,
+        **{**entry.loading(), "load_format": load_format},
     )
     config = config_from_keywords(sizes, _noting(keywords))
     if gpu is not None:

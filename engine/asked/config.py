@@ -1,7 +1,7 @@
 """What is asked of the engine: model source, GPU budget, offload, KV cache and limits."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Final
 
 from engine.asked.kv import KVConfig
@@ -200,15 +200,11 @@ class PlannerConfig(Sealed):
 
 
 @dataclass(kw_only=True)
-class ModelConfig(Sealed):
-    """Where a model's weights come from and, where known beforehand, its sizes."""
+class LoadConfig(Sealed):
+    """How a model's weights are loaded."""
 
-    name: str = field(metadata={"keyword": "model_name"})
-    """Short name."""
-    path: str | None = field(default=None, metadata={"keyword": "model"})
-    """Local folder with config.json (and weights unless load_format is dummy), or a .gguf file."""
     load_format: str = "auto"
-    """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""
+    """auto (safetensors) | safetensors | dummy (random weights of the exact shape, no download)."""
     keep_lossless: bool = False
     """Keep what a load packs (engine.weight_format) in TIGHTFIT_HOME/lossless, at 0.75 of its size;
     later loads read that."""
@@ -220,14 +216,38 @@ class ModelConfig(Sealed):
     """Experts of dummy weights: dummy (null; what a random router chooses, without locality) |
     trace:FILE (as recorded) | synthetic:REUSE (a share of picks, 0 to 1, repeats an expert of the
     last 8 tokens)."""
+
+    def check(self) -> None:
+        """Raise ConfigError when a field is out of bounds, or has no effect beside another."""
+        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        if self.quantize is not None:
+            check_choice("model.quantize", self.quantize, tuple(BITS))
+        check_routing(self.routing, self.load_format)
+        if self.keep_lossless and self.load_format == "dummy":
+            raise ConfigError(
+                "model.keep_lossless: expected false with load_format=dummy, got true: random "
+                "weights are made anew each time. Remove it."
+            )
+
+    def loading(self) -> dict[str, Any]:
+        """Return how the weights are loaded, as keywords of each class that has these fields."""
+        return {item.name: getattr(self, item.name) for item in fields(LoadConfig)}
+
+
+@dataclass(kw_only=True)
+class ModelConfig(LoadConfig):
+    """Where a model's weights come from and, where known beforehand, its sizes."""
+
+    name: str = field(metadata={"keyword": "model_name"})
+    """Short name."""
+    path: str | None = field(default=None, metadata={"keyword": "model"})
+    """Local folder with config.json (and weights unless load_format is dummy), or a .gguf file."""
     spec: ModelSpec | None = None
     """Sizes; null: read from config.json in `path`."""
 
     def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds."""
-        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
-        if self.quantize is not None:
-            check_choice("model.quantize", self.quantize, tuple(BITS))
+        """Raise ConfigError when a field is out of bounds, or no sizes or weights are known."""
+        super().check()
         if self.path is None and self.spec is None:
             raise ConfigError(
                 f"model {self.name!r}: expected a folder (path) or its sizes (spec), got neither."
@@ -236,12 +256,6 @@ class ModelConfig(Sealed):
             raise ConfigError(
                 f"model {self.name!r}: expected a folder (path) for load_format="
                 f"{self.load_format}, got none. Set model.path, or load_format=dummy."
-            )
-        check_routing(self.routing, self.load_format)
-        if self.keep_lossless and self.load_format == "dummy":
-            raise ConfigError(
-                "model.keep_lossless: expected false with load_format=dummy, got true: random "
-                "weights are made anew each time. Remove it."
             )
 
 

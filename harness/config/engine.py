@@ -190,11 +190,8 @@ def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
     model = ModelConfig(
         name=config.model.name,
         path=None if model_path is None else str(model_path),
-        load_format=config.model.load_format,
-        keep_lossless=config.model.keep_lossless,
-        quantize=config.model.quantize,
-        routing=config.model.routing,
         spec=config.model.spec,
+        **config.model.loading(),
     )
     return with_model(config, model)
 

@@ -281,14 +281,7 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
     facts, probed = machine_facts(config)
     # Weights that are not here yet will be read from some folder.
     path = None if node.load_format == "dummy" else str(state(node).path or ".")
-    model = ModelConfig(
-        name=node.name,
-        path=path,
-        load_format=node.load_format,
-        quantize=node.quantize,
-        routing=node.routing,
-        spec=found.spec,
-    )
+    model = ModelConfig(name=node.name, path=path, spec=found.spec, **node.loading())
     rates = {} if probed is None else probed.rates
     return Forecast(
         config=config,
