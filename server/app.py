@@ -347,12 +347,12 @@ class Server:
         n: int,
         max_tokens: int | None,
     ) -> Response:
-        self._metrics.note_params(n, max_tokens)
         return Generated(
             self._link,
             makes,
             shape,
             self._metrics,
+            limits=(n, max_tokens),
             prompts=_told(asked) if self._settings.log_prompts else None,
             is_stream=bool(asked.stream),
             with_usage=asked.wants_usage,
@@ -417,6 +417,7 @@ def make_app(server: Server, settings: ServerSettings, keys: Sequence[str]) -> G
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json",
+        redirect_slashes=False,
         exception_handlers={
             APIError: _api_error,
             HTTPException: _http_error,
@@ -511,7 +512,8 @@ async def _left(_: Request, __: Exception) -> Response:
 
 async def _server_error(_: Request, error: Exception) -> Response:
     found = APIError(500, f"the server failed: {type(error).__name__}.", code="internal_error")
-    return JSONResponse(found.body(), 500)
+    # The connection ends, as the error goes on to the front's log.
+    return JSONResponse(found.body(), 500, {"Connection": "close"})
 
 
 _PAGE: Final = """<!doctype html><meta charset="utf-8"><title>Tightfit</title>

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from codecs import BOM_UTF8
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -116,7 +117,7 @@ def parsed(body: bytes, model: type[Model]) -> Model:
             f"members of objects and {MAX_VALUES} values, got more.",
         )
     try:
-        content: Any = from_json(body, allow_inf_nan=False)
+        content: Any = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
         if _LARGE_EXPONENT.search(body):
             json.dumps(content, allow_nan=False)
     except ValueError as error:
@@ -153,9 +154,10 @@ def _refusal(error: ValidationError) -> APIError:
 def _words(message: str) -> str:
     """Return what was expected, in this program's words."""
     message = message.removeprefix("Value error, ").replace("dictionary", "object")
-    begin, is_there, rest = message.partition("should ")
-    if begin == "Input " and is_there:
-        return f"expected {rest.removeprefix('be ')}"
+    begin, is_there, rest = message.partition(" should ")
+    if is_there and " " not in begin:  # Input, String, List
+        words = rest.removeprefix("be ").removeprefix("have ").partition(" after validation")[0]
+        return f"expected {words}"
     return message
 
 

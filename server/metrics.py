@@ -137,18 +137,22 @@ class Metrics:
         self._output_total = counter("generation_tokens", "Tokens of answers.").labels(model)
         self._success = counter("request_success", "Answers that ended.", "finished_reason")
 
-    def note_params(self, n: int, max_tokens: int | None) -> None:
-        """Take in what a request asked for."""
-        self._n.observe(n)
-        if max_tokens is not None:
-            self._limit.observe(max_tokens)
-
     def note_tokens(self, num_tokens: int) -> None:
         """Count tokens as they come."""
         self._output_total.inc(num_tokens)
 
-    def note_request(self, times: RequestTimes, shape: Shape, reasons: Sequence[str]) -> None:
-        """Take in a request that ended."""
+    def note_request(
+        self,
+        times: RequestTimes,
+        shape: Shape,
+        reasons: Sequence[str],
+        limits: tuple[int, int | None],
+    ) -> None:
+        """Take in a request that ended; `limits` are the n and max_tokens that it asked for."""
+        n, max_tokens = limits
+        self._n.observe(n)
+        if max_tokens is not None:
+            self._limit.observe(max_tokens)
         if times.first_s is not None and times.last_s is not None:
             self._ttft.observe(times.first_s - times.arrival_s)
             self._decode.observe(times.last_s - times.first_s)

@@ -2,19 +2,21 @@
 
 uvicorn bounds the time between requests. Here the size of headers and of trailers is bounded, the
 number of requests that wait on a connection, and the time in which headers and the rest of a
-refused body may come. Offers to speak another protocol are passed over, as a server may.
+refused body may come. Offers to speak another protocol are passed over, as a server may. Clients
+of HTTP/1.0, which know no chunks, get a stream as it is, until the connection ends.
 """
 
 import json
 import socket
 from asyncio import TimerHandle, Transport
+from functools import partial
 from typing import Any, Final
 
 import httptools
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.errors import APIError
+from server.errors import APIError, shown
 
 DEAD_PEER_S: Final = 30
 """Seconds after which a peer that acknowledges nothing counts as gone."""
@@ -103,11 +105,29 @@ class Connection(HttpToolsProtocol):
             raise ValueError("headers are too large")  # which ends parsing
         if len(self.pipeline) >= MOST_PIPELINED:
             raise ValueError("too many requests wait")
+        self._check_framing()
         self._num_bytes, self._is_amid_body = 0, True
         super().on_headers_complete()
         if self.expect_100_continue:
             # Refused without a "100 Continue", it may or may not be followed by its body.
             self.cycle.keep_alive = False
+
+    def _check_framing(self) -> None:
+        """Refuse what a proxy in front may read in another way."""
+        version, hosts = self.parser.get_http_version(), self._values(b"host")
+        if len(hosts) > 1 or (not hosts and version >= "1.1"):
+            self._refuse(400, f"Host: expected one, got {len(hosts)}.")
+            raise ValueError("not one host")
+        codings = self._values(b"transfer-encoding")
+        if codings and (version < "1.1" or [each.lower() for each in codings] != [b"chunked"]):
+            got = b", ".join(codings).decode("latin-1")
+            self._refuse(
+                400, f"Transfer-Encoding: expected chunked, of HTTP/1.1, got {shown(got)}."
+            )
+            raise ValueError("another coding")
+
+    def _values(self, name: bytes) -> list[bytes]:
+        return [value.strip() for other, value in self.headers if other == name]
 
     def on_chunk_header(self) -> None:
         """Take the size of a piece of a body."""
@@ -127,6 +147,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
+        if cycle.scope["http_version"] < "1.1":
+            app = partial(_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def on_response_complete(self) -> None:
@@ -188,6 +210,25 @@ class Connection(HttpToolsProtocol):
         is_idle = self.timeout_keep_alive_task is not None
         if not is_idle and not self.transport.is_closing():
             self.transport.close()
+
+
+async def _without_chunks(
+    app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer a client that knows no chunks: what has no length goes on to the connection's end."""
+    is_unframed = False
+
+    async def send_on(message: Message) -> None:
+        nonlocal is_unframed
+        if message["type"] == "http.response.start":
+            is_unframed = all(name != b"content-length" for name, _ in message["headers"])
+            if is_unframed:
+                cycle.chunked_encoding = False
+        elif is_unframed:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_on)
 
 
 def protocol_of(header_timeout_s: float) -> type[Connection]:

@@ -34,6 +34,7 @@ class Generated(Response):
         makes: A prompt's message to the engine, from its request's name.
         shape: Collects the tokens.
         metrics: Told what it took.
+        limits: The n and max_tokens that were asked for.
         prompts: For the log; None: it shows none.
         is_stream: Send events as tokens come.
         with_usage: End the stream with the usage.
@@ -47,6 +48,7 @@ class Generated(Response):
         shape: Shape,
         metrics: Metrics,
         *,
+        limits: tuple[int, int | None],
         prompts: Any | None,
         is_stream: bool,
         with_usage: bool,
@@ -54,7 +56,7 @@ class Generated(Response):
     ) -> None:
         super().__init__()
         self._link, self._makes, self._shape, self._metrics = link, makes, shape, metrics
-        self._is_stream, self._with_usage = is_stream, with_usage
+        self._limits, self._is_stream, self._with_usage = limits, is_stream, with_usage
         self._write_timeout_s, self._prompts = write_timeout_s, prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,7 +82,7 @@ class Generated(Response):
             times.end_s = monotonic()
             reasons = ["abort"] if is_left else self._shape.finish_reasons()
             if self._shape.num_prompt_tokens:  # it was not refused
-                self._metrics.note_request(times, self._shape, reasons)
+                self._metrics.note_request(times, self._shape, reasons, self._limits)
             scope["state"]["told"] = {
                 "prompt_tokens": self._shape.num_prompt_tokens,
                 "completion_tokens": self._shape.num_tokens,

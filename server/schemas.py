@@ -63,13 +63,13 @@ class Sampling(_Lenient):
     n: int | None = Field(None, ge=1, le=MAX_N)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=_INT64)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[Ids, Field(max_length=256)] | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=1, lt=_INT64)
+    min_tokens: int | None = Field(None, ge=0, lt=_INT64)
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -233,7 +233,7 @@ class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=_INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
@@ -257,14 +257,15 @@ class ChatRequest(Sampling):
         Raises:
             APIError: A value is out of bounds, contradicts another or is not supported.
         """
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_value(
                 "top_logprobs", "top_logprobs: expected logprobs=true beside it. Set it."
             )
         forced = self.forced_tools()
         form = self.form() if forced is None else None
         if forced is not None:
-            form = StructuredOutput(json_schema=calls_schema(forced))
+            only_one = len(forced) == 1 or self.parallel_tool_calls is False
+            form = StructuredOutput(json_schema=calls_schema(forced, only_one=only_one))
         return self.params(
             defaults=defaults,
             n=self.n or 1,
@@ -335,21 +336,25 @@ class DetokenizeRequest(_Lenient):
     tokens: Ids
 
 
-def calls_schema(tools: list[dict[str, Any]]) -> dict[str, Any]:
+def calls_schema(tools: list[dict[str, Any]], *, only_one: bool) -> dict[str, Any]:
     """Return the JSON schema of a list of calls of tools, one at least."""
+    # A name of its own: "#/$defs/..." in a tool's parameters is theirs, not of the whole.
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
+                "arguments": {
+                    "$id": f"urn:tool:{place}",
+                    **(tool["function"].get("parameters") or {"type": "object"}),
+                },
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for place, tool in enumerate(tools)
     ]
-    most = {"maxItems": 1} if len(tools) == 1 else {}
+    most = {"maxItems": 1} if only_one else {}
     return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
 
 

@@ -184,6 +184,7 @@ REFUSALS = [
     ({"n": 0}, "n"),
     ({"n": 1_000_000}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**400}, "max_tokens"),
     ({"seed": 2**63}, "seed"),
     ({"stop": ""}, "stop"),
     ({"stop": ["x"] * 10_000}, "stop"),
@@ -256,6 +257,19 @@ def test_what_is_no_json_object_is_refused(served: Served, body: bytes, words: s
     assert words in refused(response, 400)["message"]
 
 
+def test_a_byte_order_mark_is_passed_over(served: Served) -> None:
+    headers = {"content-type": "application/json"}
+    body = b'\xef\xbb\xbf{"prompt": "x"}'
+    assert httpx.post(f"{served.url}/tokenize", content=body, headers=headers).status_code == 200
+
+
+def test_no_top_log_probabilities_need_no_log_probabilities(served: Served) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "logprobs": False, "top_logprobs": 0}
+    assert served.post("/v1/chat/completions", **body).status_code == 200
+    error = refused(served.post("/v1/chat/completions", **body | {"top_logprobs": 1}), 400)
+    assert error["param"] == "top_logprobs"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_one_rule_for_lengths_on_both_routes_streamed_or_not(
@@ -312,6 +326,7 @@ def test_refusals_of_paths_methods_types_names_and_sizes(served: Served) -> None
     error = refused(served.post("/v1/completions", prompt="x", model="other"), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     refused(served.get("/v1/models/no/such"), 404)
+    refused(served.post("/v1/completions/", prompt="x"), 404)
     refused(httpx.get(f"{served.url}/v1/models", headers={"Host": "evil.example"}), 403)
     refused(served.post("/v1/completions", prompt="x" * 2**25), 413)
 
@@ -483,9 +498,10 @@ def test_a_form_that_cannot_be_enforced_is_refused_in_the_client_s_words(served:
 def test_a_forced_call_of_a_tool_is_one(served: Served) -> None:
     parameters = {
         "type": "object",
-        "properties": {"q": {"enum": ["sun", "moon"]}},
+        "properties": {"q": {"$ref": "#/$defs/Body"}},
         "required": ["q"],
         "additionalProperties": False,
+        "$defs": {"Body": {"enum": ["sun", "moon"]}},
     }
     names = ("find", "guess")
     tools = [

@@ -48,6 +48,11 @@ def statuses(client: socket.socket, num: int) -> list[int]:
         ("GET /v1/models/\u00e9 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), [400]),
         (PING[:-2] + b"X: " + b"a" * MOST_HEADER_BYTES + b"\r\n\r\n", [431]),
         (HEAD + b"Content-Length: 14\r\nTransfer-Encoding: chunked\r\n\r\n", [400]),
+        # What a proxy in front may read in another way.
+        (CHUNKED.replace(b"chunked", b"gzip, chunked") + b"e\r\n" + BODY + b"\r\n0\r\n\r\n", [400]),
+        (CHUNKED.replace(b"/1.1", b"/1.0") + b"e\r\n" + BODY + b"\r\n0\r\n\r\n", [400]),
+        (PING[:-2] + b"Host: localhost\r\n\r\n", [400]),
+        (PING.replace(b"Host: localhost\r\n", b""), [400]),
         # Refused before its body, which may or may not follow: nothing after it counts.
         (HEAD + b"Expect: 100-continue\r\nContent-Length: 99999999\r\n\r\n" + PING, [413]),
     ],
@@ -55,6 +60,18 @@ def statuses(client: socket.socket, num: int) -> list[int]:
 def test_requests_of_a_connection(client: socket.socket, sent: bytes, expected: list[int]) -> None:
     client.sendall(sent)
     assert statuses(client, len(expected)) == expected
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(client: socket.socket) -> None:
+    head = HEAD.replace(b"/tokenize", b"/v1/completions").replace(b"/1.1", b"/1.0")
+    body = b'{"prompt":"a","max_tokens":2,"ignore_eos":true,"stream":true}'
+    keep = b"Connection: keep-alive\r\n"
+    client.sendall(head + keep + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    headers, _, events = client.makefile("rb").read().partition(b"\r\n\r\n")
+    assert b"\r\nconnection: close" in headers
+    assert b"transfer-encoding" not in headers
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"}\n\ndata: [DONE]\n\n")
 
 
 def test_trailers_are_bounded_as_headers_are(client: socket.socket) -> None:
