@@ -362,11 +362,20 @@ class TensorFormats:
         Args:
             tensors: Of the model.
         """
-        sources = [each for tensor, form in self.unpacked(tensors) for each in form.sources(tensor)]
-        largest = max((source.num_bytes for source in sources), default=0)
-        total = sum(source.num_bytes for source in sources)
-        scratch = max((source.scratch_bytes for source in sources), default=0)
-        return max(largest, min(PACK_BATCH_BYTES, total)), scratch
+        known: dict[tuple[object, ...], tuple[int, int, int]] = {}
+        found = [(0, 0, 0)]
+        for tensor, form in self.unpacked(tensors):
+            # Of the same parts of other layers, which may be those of hundreds of experts.
+            shapes = tuple(part.shape for part in tensor.parts)
+            key = form, tensor.name.split(".", 3)[-1], shapes
+            if key not in known:
+                sources = list(form.sources(tensor))
+                sizes = [source.num_bytes for source in sources]
+                scratch = max((source.scratch_bytes for source in sources), default=0)
+                known[key] = max(sizes, default=0), sum(sizes), scratch
+            found.append(known[key])
+        largest, totals, scratches = zip(*found, strict=True)
+        return max(*largest, min(PACK_BATCH_BYTES, sum(totals))), max(scratches)
 
     @property
     def has_codes(self) -> bool:

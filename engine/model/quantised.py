@@ -609,17 +609,19 @@ class _Rule:
     names: frozenset[str]
     expressions: tuple[re.Pattern[str], ...]
     is_linear: bool
+    has_stars: bool
 
     @classmethod
     def of(cls, patterns: Iterable[str]) -> "_Rule":
         """Sort patterns: a model with experts has ten thousands of modules."""
         every = tuple(patterns)
         expressions = tuple(re.compile(each[3:]) for each in every if each.startswith("re:"))
-        return cls(frozenset(every), expressions, LINEAR in every)
+        has_stars = any(".experts.*." in each for each in every)
+        return cls(frozenset(every), expressions, LINEAR in every, has_stars)
 
     def matches(self, module: str) -> bool:
         """Whether any of them means a module."""
-        if module in self.names or any_expert(module) in self.names:
+        if module in self.names or (self.has_stars and any_expert(module) in self.names):
             return True
         if self.is_linear and not module.endswith(("embed_tokens", "norm")):
             return True

@@ -44,5 +44,5 @@ def weight_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mapping
             "bfloat16, float16 or float32 checkpoint."
         )
     scheme = Scheme(ROUNDED, BITS[quantize], GROUP, spec.dtype)
-    found = Quantisation(quantize, (((LINEAR,), scheme),), ("lm_head", *ROUTERS))
-    return found.formats(spec.tensors(), dtype)
+    rounded = Quantisation(quantize, (((LINEAR,), scheme),), ("lm_head", *ROUTERS))
+    return spec.formats(dtype, rounded)

@@ -342,23 +342,26 @@ class ModelSpec(Sealed):
             yield from self.layer_tensors(layer)
         yield from outer[1:]
 
-    def formats(self, dtype: str) -> Mapping[str, Format]:
-        """Return the formats of the tensors that the checkpoint keeps quantised, by name.
+    def formats(self, dtype: str, rounded: Quantisation | None = None) -> Mapping[str, Format]:
+        """Return the formats of the tensors that are quantised, by name.
 
         Args:
             dtype: That the engine computes in.
+            rounded: How a load rounds a plain checkpoint; None: as the checkpoint keeps them.
 
         Raises:
             ConfigError: A matrix has sizes that its scheme cannot keep.
         """
-        if not self.quantization:
+        if rounded is None and not self.quantization:
             return NO_FORMATS
-        if dtype not in self._formats:
-            self._formats[dtype] = self.quantisation.formats(self.tensors(), dtype)
-        return self._formats[dtype]
+        key = dtype, rounded
+        if key not in self._formats:
+            how = rounded or self.quantisation
+            self._formats[key] = how.formats(self.tensors(), dtype)
+        return self._formats[key]
 
     @cached_property
-    def _formats(self) -> dict[str, Mapping[str, Format]]:
+    def _formats(self) -> dict[tuple[str, Quantisation | None], Mapping[str, Format]]:
         return {}
 
     @cached_property

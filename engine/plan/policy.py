@@ -63,7 +63,9 @@ def check_selectors(setting: str, selectors: Sequence[str], tensors: Iterable[Te
 
 def widened(tensors: Iterable[TensorSpec], selectors: Sequence[str]) -> list[str]:
     """Name the fused products that a selector takes whole although it names only a part."""
-    found = []
+    found: list[str] = []
+    if not selectors:
+        return found
     for tensor in tensors:
         if len(tensor.parts) > 1 and not any(matches(_usual(s), tensor.name) for s in selectors):
             hit = [selected(TensorSpec(part.name, (part,)), selectors) for part in tensor.parts]
