@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.asked.config import LoadConfig
 from engine.errors import ConfigError
+from engine.model.loading import LoadConfig
 from engine.model.spec import ModelSpec
 from engine.sealed import Sealed, check_choice
 

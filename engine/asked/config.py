@@ -1,15 +1,14 @@
 """What is asked of the engine: model source, GPU budget, offload, KV cache and limits."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Final
 
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
-from engine.model.rounding import BITS
-from engine.model.routing import check_routing
-from engine.model.spec import DTYPES, LOAD_FORMATS, ModelSpec
+from engine.model.loading import LoadConfig
+from engine.model.spec import DTYPES, ModelSpec
 from engine.sealed import Sealed, check_choice, check_number, number
 
 OBJECTIVES = ("latency", "throughput", "context")
@@ -197,41 +196,6 @@ class PlannerConfig(Sealed):
                 "planner.auto_fields: expected the uva backend for cpu_offload_gb, got prefetch "
                 "settings. Remove them, or cpu_offload_gb."
             )
-
-
-@dataclass(kw_only=True)
-class LoadConfig(Sealed):
-    """How a model's weights are loaded."""
-
-    load_format: str = "auto"
-    """auto (safetensors) | safetensors | dummy (random weights of the exact shape, no download)."""
-    keep_lossless: bool = False
-    """Keep what a load packs (engine.weight_format) in TIGHTFIT_HOME/lossless, at 0.75 of its size;
-    later loads read that."""
-    quantize: str | None = None
-    """int8 | int4: round plain weights to integers at the load (to the nearest, groups of 128);
-    embedding and head stay plain, and tokens differ from those of the checkpoint. null: weights
-    stay as they are."""
-    routing: str | None = None
-    """Experts of dummy weights: dummy (null; what a random router chooses, without locality) |
-    trace:FILE (as recorded) | synthetic:REUSE (a share of picks, 0 to 1, repeats an expert of the
-    last 8 tokens)."""
-
-    def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds, or has no effect beside another."""
-        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
-        if self.quantize is not None:
-            check_choice("model.quantize", self.quantize, tuple(BITS))
-        check_routing(self.routing, self.load_format)
-        if self.keep_lossless and self.load_format == "dummy":
-            raise ConfigError(
-                "model.keep_lossless: expected false with load_format=dummy, got true: random "
-                "weights are made anew each time. Remove it."
-            )
-
-    def loading(self) -> dict[str, Any]:
-        """Return how the weights are loaded, as keywords of each class that has these fields."""
-        return {item.name: getattr(self, item.name) for item in fields(LoadConfig)}
 
 
 @dataclass(kw_only=True)

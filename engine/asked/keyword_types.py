@@ -78,7 +78,8 @@ class Keywords(TypedDict, total=False):
     link_gb_s: float | None
     """Host link, one direction, GB/s (10^9)."""
     load_format: str
-    """auto (safetensors) | safetensors | dummy (random weights of the exact shape)."""
+    """auto (safetensors) | safetensors | dummy (random weights of the exact shape, no
+    download)."""
     max_model_len: int | None
     """Longest prompt plus output, tokens; None: the model's own limit, cut to what fits but to
     no less than 8192."""

@@ -30,7 +30,6 @@ from engine.model.formats import (
 from engine.model.quantised import Quantisation
 from engine.sealed import Sealed, check_choice, check_flag, check_number, number
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = tuple(FORMATS)
 DTYPE_BYTES = {name: each.element_bytes for name, each in FORMATS.items()}
 """Bytes of an element that is computed or kept in KV blocks; weights have formats."""

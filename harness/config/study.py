@@ -22,7 +22,7 @@ TIERS_PARTS: Final = (
     "prefixed",
     "beside",
 )
-BARE_PARTS: Final = ("moves", "attention", "rates", "restore", "checkpoint")
+BARE_PARTS: Final = ("moves", "attention", "rates", "restore", "experts", "checkpoint")
 
 
 @dataclass(kw_only=True)
@@ -162,8 +162,9 @@ class BareScenario(Sealed):
 
     parts: list[str] = field(default_factory=list)
     """moves (of KV blocks) | attention (decode attention alone) | rates (all that plans use, kept
-    for this machine) | restore (weights in codes, written as bf16) | checkpoint (one of random
-    weights in the model's shape, kept in TIGHTFIT_HOME/bench); empty: none."""
+    for this machine) | restore (weights in codes, written as bf16) | experts (copies of experts
+    and their products, in the shape of 30B-A3B) | checkpoint (one of random weights in the model's
+    shape, kept in TIGHTFIT_HOME/bench); empty: none."""
 
     def check(self) -> None:
         """Raise ConfigError for an unknown part."""
@@ -188,7 +189,7 @@ class OverheadScenario(Bounded):
 
 _SOURCE: Final = re.compile(r"(\w+):([\w./]+)(?:\*(\d+(?:\.\d+)?))?")
 JUDGES: Final = (
-    *("bench", "bench_kv", "bench_lossless", "bench_serve"),
+    *("bench", "bench_experts", "bench_kv", "bench_lossless", "bench_quantised", "bench_serve"),
     *("overhead", "validate", "validate_grid"),
 )
 
@@ -227,7 +228,8 @@ class StudyConfig(Sealed):
     name: str
     """Name of the study in reports."""
     judge: str
-    """Which judge makes rows from the records: bench | bench_kv | bench_lossless | bench_serve |
+    """Which judge makes rows from the records: bench | bench_experts | bench_kv | bench_lossless |
+    bench_quantised | bench_serve |
     overhead | validate | validate_grid."""
     points: dict[str, StudyPoint] = field(default_factory=dict)
     """The points by name, in the order in which they run."""

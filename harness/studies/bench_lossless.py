@@ -4,7 +4,6 @@ A row is there where all the points that it needs were chosen. Where one of them
 something else was measured than the row says, the row says so and its target is not measured.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -15,17 +14,22 @@ from harness.studies.table import (
     Judged,
     LackError,
     Result,
-    Row,
+    Targets,
     Value,
+    decode_of,
     engine_table,
     known,
     lacks,
+    link_share,
     make_row,
+    prompt_ratio,
     rate_table,
     require,
+    step_ms,
+    step_ratio,
+    steps_of,
 )
 
-_Value = Callable[[Found], Value]
 CARD: Final = "H200"
 """Part of the name of the card whose milliseconds, seconds and rates are targets."""
 STEP_TARGETS_MS: Final = {1: 3.9, 16: 4.5}
@@ -60,7 +64,7 @@ OVER_LINK: Final = "weight bytes over the link a step, but rows of the embedding
 
 def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
     """Return the rows of the points that ran, in the order of the targets."""
-    table = _Table(found, is_absolute=is_default and CARD in (card or ""))
+    table = Targets(found, is_absolute=is_default and CARD in (card or ""))
     _small_rows(table)
     _ratio_rows(table)
     _streamed_rows(table)
@@ -70,44 +74,11 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
     return Judged(rows=table.rows, tables=[*engine_table(found), *rate_table(found)], lacks=lacking)
 
 
-class _Table:
-    """Rows whose points, batches and prompts were chosen.
-
-    Without `is_absolute` milliseconds, seconds and rates are held against nothing.
-    """
-
-    def __init__(self, found: Found, *, is_absolute: bool) -> None:
-        self.found, self._is_absolute = found, is_absolute
-        self.rows: list[Row] = []
-
-    def add(
-        self,
-        points: str,
-        what: str,
-        value: _Value,
-        *,
-        batch: int | None = None,
-        prompt: int | None = None,
-        is_ratio: bool = True,
-        **bounds: float | None,
-    ) -> None:
-        """Add a row unless one of its points, or its batch or prompt, was not asked for."""
-        for name in points.split():
-            if name not in self.found:
-                return
-            steps = self.found[name].sample("steps")
-            for part, wanted in (("decode", batch), ("chunk_s", prompt)):
-                if wanted is not None and steps and str(wanted) not in steps.get(part, {}):
-                    return
-        held = bounds if is_ratio or self._is_absolute else {}
-        self.rows.append(make_row(what, partial(value, self.found), **held))
-
-
-def _small_rows(table: _Table) -> None:
+def _small_rows(table: Targets) -> None:
     """Rows of the model in a budget that plain weights exceed."""
     point, words = "lossless_13gib", "lossless, 13.6 GiB"
     for batch, most in STEP_TARGETS_MS.items():
-        value = partial(_step, point, batch)
+        value = partial(step_ms, point, batch)
         table.add(
             point,
             f"{words}, batch {batch}: step, ms",
@@ -122,7 +93,7 @@ def _small_rows(table: _Table) -> None:
     table.add(point, what, _queue, is_ratio=False, least=2500)
 
 
-def _ratio_rows(table: _Table) -> None:
+def _ratio_rows(table: Targets) -> None:
     """Rows of steps and prompts over those of plain weights that are resident.
 
     Where a run of the version before is given, targets are over its figures; the plain weights of
@@ -134,45 +105,51 @@ def _ratio_rows(table: _Table) -> None:
     held = next((name for name in bases if name in table.found), None)
     for base, words in bases.items():
         for batch, (name, most) in RATIO_TARGETS.items():
-            what, value = f"lossless / bf16{words}, batch {batch}: step", _ratio(name, base, batch)
+            what, value = (
+                f"lossless / bf16{words}, batch {batch}: step",
+                step_ratio(name, base, batch),
+            )
             bound = most if base == held else None
             table.add(f"{name} {base}", what, value, batch=batch, most=bound)
         for tokens, most in PREFILL_TARGETS.items():
             what = f"lossless / bf16{words}, prefill 1 x {tokens} tokens"
-            value, bound = _prefill("lossless_13gib", base, tokens), most if base == held else None
+            value, bound = (
+                prompt_ratio("lossless_13gib", base, tokens),
+                most if base == held else None,
+            )
             table.add(f"lossless_13gib {base}", what, value, prompt=tokens, most=bound)
     for batch in RATIO_TARGETS:
         what = f"bf16 / bf16{bases[BEFORE]}, batch {batch}: step"
-        value = _ratio("plain_40gib", BEFORE, batch)
+        value = step_ratio("plain_40gib", BEFORE, batch)
         table.add(f"plain_40gib {BEFORE}", what, value, batch=batch, most=MOST_SLOWER)
     for tokens in PREFILL_TARGETS:
         what = f"bf16 / bf16{bases[BEFORE]}, prefill 1 x {tokens} tokens"
-        value = _prefill("plain_40gib", BEFORE, tokens)
+        value = prompt_ratio("plain_40gib", BEFORE, tokens)
         table.add(f"plain_40gib {BEFORE}", what, value, prompt=tokens, most=MOST_SLOWER)
 
 
-def _streamed_rows(table: _Table) -> None:
+def _streamed_rows(table: Targets) -> None:
     """Rows of 20 of 32 layers off the GPU."""
     ahead, words = "lossless_prefetch", "lossless, 20 of 32 layers off the GPU"
     for batch in (1, 16, 64):
         what = f"{words}, prefetch, batch {batch}"
-        value = partial(_share, ahead, "h2d", batch)
+        value = partial(link_share, ahead, "h2d", batch)
         rate = f"{what}: bytes / step time / link rate"
         table.add(ahead, rate, value, batch=batch, least=0.97)
-        value = partial(_step, ahead, batch)
+        value = partial(step_ms, ahead, batch)
         table.add(ahead, f"{what}: step, ms", value, batch=batch, is_ratio=False, most=114)
     what = f"{words}, prefetch: bytes copied a step / those of bf16"
     table.add(f"{ahead} plain_prefetch", what, _streamed, batch=1, most=MOST_STORED)
     for batch in (1, 16, 64):
         what = f"{words}, uva, batch {batch}: bytes / step time / in-place rate"
-        value = partial(_share, "lossless_uva", "in_place", batch)
+        value = partial(link_share, "lossless_uva", "in_place", batch)
         table.add("lossless_uva", what, value, batch=batch, least=0.95)
 
 
-def _other_rows(table: _Table) -> None:
+def _other_rows(table: Targets) -> None:
     """Rows of other models, of restoring alone, and of the load."""
     point, words = "lossless_13b", "lossless, 13B in 21.6 GiB"
-    value = partial(_step, point, 1)
+    value = partial(step_ms, point, 1)
     table.add(point, f"{words}, batch 1: step, ms", value, batch=1, is_ratio=False, most=7.5)
     table.add(point, f"{words}: {OVER_LINK}", partial(_moved, point), most=0)
     what = "Llama-3.1-8B in 21.6 GiB, lossless / bf16: KV tokens"
@@ -186,7 +163,7 @@ def _other_rows(table: _Table) -> None:
     table.add("lossless_kept", what, value, is_ratio=False, most=4)
 
 
-def _token_rows(table: _Table) -> None:
+def _token_rows(table: Targets) -> None:
     """Rows that compare greedy tokens, of all that two points both made."""
     for name, plain in PLAIN.items():
         if not {name, plain} <= table.found.keys():
@@ -218,32 +195,12 @@ def _tokens(result: Result) -> dict[str, list[int]]:
     return tokens
 
 
-def _run(found: Found, name: str, batch: int) -> Figures:
-    """Return the figures of a decode; LackError where it has none."""
-    figures = _steps(found, name)["decode"][str(batch)]
-    require("no_room" not in figures, figures.get("no_room", ""))
-    run: Figures = figures
-    return run
-
-
-def _steps(found: Found, name: str) -> Figures:
-    steps = found[name].sample("steps")
-    if not steps:
-        raise LackError(found[name].lack or "it did not run")
-    return steps
-
-
 def _moved_bytes(run: Figures) -> int:
     return int(run["h2d_bytes"] + run["in_place_bytes"])
 
 
-def _step(name: str, batch: int, found: Found) -> Value:
-    step_ms = _run(found, name, batch)["step_s"] * 1e3
-    return f"{step_ms:.2f} ms", step_ms
-
-
 def _moved(name: str, found: Found) -> Value:
-    _steps(found, name)
+    steps_of(found, name)
     runs = dict(found[name].decodes())
     require(bool(runs), "no batch fitted")
     worst = max(map(_moved_bytes, runs.values()))
@@ -269,45 +226,13 @@ def _kv_ratio(found: Found) -> Value:
 
 def _stored(found: Found) -> Value:
     names = ("lossless_13gib", "plain_40gib")
-    ours, theirs = (_steps(found, name)["read_bytes"] for name in names)
+    ours, theirs = (steps_of(found, name)["read_bytes"] for name in names)
     return f"{ours / 1e9:.2f} against {theirs / 1e9:.2f} GB", ours / theirs
-
-
-def _ratio(name: str, base: str, batch: int) -> _Value:
-    """Return what divides the steps of two points."""
-
-    def value(found: Found) -> Value:
-        ours_s, theirs_s = (_run(found, each, batch)["step_s"] for each in (name, base))
-        return f"{ours_s * 1e3:.2f} against {theirs_s * 1e3:.2f} ms", ours_s / theirs_s
-
-    return value
-
-
-def _prefill(name: str, base: str, tokens: int) -> _Value:
-    """Return what divides the times of a prompt of two points."""
-
-    def value(found: Found) -> Value:
-        ours_s, theirs_s = (
-            known(_steps(found, each)["chunk_s"][str(tokens)], "the time of such a prompt")
-            for each in (name, base)
-        )
-        return f"{ours_s * 1e3:.2f} against {theirs_s * 1e3:.2f} ms", ours_s / theirs_s
-
-    return value
-
-
-def _share(name: str, rate: str, batch: int, found: Found) -> Value:
-    run = _run(found, name, batch)
-    moved, step_s = run["h2d_bytes" if rate == "h2d" else "in_place_bytes"], run["step_s"]
-    require(moved > 0, "nothing was moved")
-    gb_s = known(found[name].rate(rate), "the rate of the link")
-    text = f"{step_s * 1e3:.2f} ms ({moved / 1e9:.3f} GB)"
-    return text, moved / step_s / 1e9 / gb_s
 
 
 def _streamed(found: Found) -> Value:
     names = ("lossless_prefetch", "plain_prefetch")
-    ours, theirs = (_moved_bytes(_run(found, name, 1)) for name in names)
+    ours, theirs = (_moved_bytes(decode_of(found, name, 1)) for name in names)
     require(theirs > 0, "bf16 copied nothing")
     return f"{ours / 1e9:.3f} against {theirs / 1e9:.3f} GB", ours / theirs
 

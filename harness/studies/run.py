@@ -14,7 +14,15 @@ from harness.config.compose import Composer, Plan, Point, with_values
 from harness.config.engine import require_package
 from harness.config.schema import RunConfig
 from harness.config.study import StudyConfig, StudyPoint
-from harness.studies import bench, bench_kv, bench_lossless, bench_serve, validate
+from harness.studies import (
+    bench,
+    bench_experts,
+    bench_kv,
+    bench_lossless,
+    bench_quantised,
+    bench_serve,
+    validate,
+)
 from harness.studies.series import RunOne, Series, key_of
 from harness.studies.table import BEFORE, Found, Judged, Result
 from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
@@ -71,8 +79,10 @@ JUDGES: Final[Mapping[str, Callable[..., Judged]]] = {
     # The points, `card` (name of the GPU; None: it is emulated), and `is_default`: whether the
     # shape is that of the targets in seconds.
     "bench": bench.judge,
+    "bench_experts": bench_experts.judge,
     "bench_kv": bench_kv.judge,
     "bench_lossless": bench_lossless.judge,
+    "bench_quantised": bench_quantised.judge,
     "bench_serve": bench_serve.judge,
     "overhead": validate.judge_overhead,
     "validate": validate.judge,

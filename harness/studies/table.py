@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from engine.sealed import GIB
@@ -154,6 +155,94 @@ class Judged:
             share = "" if row.share is None else f"{row.share:.3f}"
             verdict = verdicts[row.is_met] if row.target else ""
             yield row.what, row.figure, share, row.target, verdict
+
+
+class Targets:
+    """Rows of a study, of the points, batches and prompts that were chosen.
+
+    Without `is_absolute` milliseconds, seconds and rates are held against nothing.
+    """
+
+    def __init__(self, found: Found, *, is_absolute: bool) -> None:
+        self.found, self._is_absolute = found, is_absolute
+        self.rows: list[Row] = []
+
+    def add(
+        self,
+        points: str,
+        what: str,
+        value: Callable[[Found], Value],
+        *,
+        batch: int | None = None,
+        prompt: int | None = None,
+        is_ratio: bool = True,
+        **bounds: float | None,
+    ) -> None:
+        """Add a row unless one of its points, or its batch or prompt, was not asked for."""
+        for name in points.split():
+            if name not in self.found:
+                return
+            steps = self.found[name].sample("steps")
+            for part, wanted in (("decode", batch), ("chunk_s", prompt)):
+                if wanted is not None and steps and str(wanted) not in steps.get(part, {}):
+                    return
+        held = bounds if is_ratio or self._is_absolute else {}
+        self.rows.append(make_row(what, partial(value, self.found), **held))
+
+
+def decode_of(found: Found, name: str, batch: int) -> Figures:
+    """Return the figures of a decode; LackError where it has none."""
+    figures = steps_of(found, name)["decode"][str(batch)]
+    require("no_room" not in figures, figures.get("no_room", ""))
+    run: Figures = figures
+    return run
+
+
+def steps_of(found: Found, name: str) -> Figures:
+    """Return the figures of a point's single steps; LackError where it has none."""
+    steps = found[name].sample("steps")
+    if not steps:
+        raise LackError(found[name].lack or "it did not run")
+    return steps
+
+
+def step_ms(name: str, batch: int, found: Found) -> Value:
+    """Return a decode step in milliseconds."""
+    found_ms = decode_of(found, name, batch)["step_s"] * 1e3
+    return f"{found_ms:.2f} ms", found_ms
+
+
+def step_ratio(name: str, base: str, batch: int) -> Callable[[Found], Value]:
+    """Return what divides the steps of two points."""
+
+    def value(found: Found) -> Value:
+        ours_s, theirs_s = (decode_of(found, each, batch)["step_s"] for each in (name, base))
+        return f"{ours_s * 1e3:.2f} against {theirs_s * 1e3:.2f} ms", ours_s / theirs_s
+
+    return value
+
+
+def prompt_ratio(name: str, base: str, tokens: int) -> Callable[[Found], Value]:
+    """Return what divides the times of a prompt of two points."""
+
+    def value(found: Found) -> Value:
+        ours_s, theirs_s = (
+            known(steps_of(found, each)["chunk_s"][str(tokens)], "the time of such a prompt")
+            for each in (name, base)
+        )
+        return f"{ours_s * 1e3:.2f} against {theirs_s * 1e3:.2f} ms", ours_s / theirs_s
+
+    return value
+
+
+def link_share(name: str, rate: str, batch: int, found: Found) -> Value:
+    """Return the bytes of a decode step over its time and a rate of the link: h2d or in_place."""
+    run = decode_of(found, name, batch)
+    moved, step_s = run["h2d_bytes" if rate == "h2d" else "in_place_bytes"], run["step_s"]
+    require(moved > 0, "nothing was moved")
+    gb_s = known(found[name].rate(rate), "the rate of the link")
+    text = f"{step_s * 1e3:.2f} ms ({moved / 1e9:.3f} GB)"
+    return text, moved / step_s / 1e9 / gb_s
 
 
 def counter_text(counter: Figures) -> str:

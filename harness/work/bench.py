@@ -142,10 +142,16 @@ def measure_steps(
 
 
 def read_bytes(llm: Any) -> int:
-    """Return the bytes of weights that a step reads: no embedding table, unless it is tied."""
-    spec = llm.spec
+    """Return the bytes of weights that a step of one token reads.
+
+    Not read are the embedding table, unless it is tied, and experts that it is not routed to.
+    """
+    spec, formats = llm.spec, llm.plan.formats
     unread = None if spec.tie_word_embeddings else EMBEDDING
-    return int(llm.plan.formats.total_bytes(t for t in spec.tensors() if t.name != unread))
+    read = [tensor for tensor in spec.tensors() if tensor.name != unread]
+    experts = formats.total_bytes(tensor for tensor in read if tensor.num_experts)
+    routed = experts * spec.num_experts_per_tok // max(1, spec.num_experts)
+    return int(formats.total_bytes(read) - experts + routed)
 
 
 def decode(sender: Sender, batch: int, config: StepsScenario) -> Figures:
@@ -182,6 +188,9 @@ def decode(sender: Sender, batch: int, config: StepsScenario) -> Figures:
         "wait_s": median(step.wait_s for step in stats),
         "h2d_bytes": stats[-1].h2d_bytes,
         "in_place_bytes": stats[-1].in_place_bytes,
+        "expert_hits": mean(step.expert_hits for step in stats),
+        "expert_misses": mean(step.expert_misses for step in stats),
+        "expert_bytes": mean(step.expert_bytes for step in stats),
         "planned_h2d_bytes": planned[0],
         "planned_in_place_bytes": planned[1],
         "kv_bytes": round(batch * context * llm.spec.kv_bytes_per_token(plan.dtype)),
@@ -323,6 +332,8 @@ def measure_bare(config: BareScenario, engine: EngineConfig, gpu: Gpu | None) ->
                 found[part] = _attention(device)
             case "restore":
                 found[part] = _restore(engine, device)
+            case "experts":
+                found[part] = _experts(device)
             case "checkpoint":
                 found[part] = _checkpoint(engine)
             case _:
@@ -394,6 +405,35 @@ def _restore(engine: EngineConfig, device: str) -> Figures:
         "written_gb_s": written_bytes / timing.kernel_ms / 1e6,
         "is_equal": timing.is_equal,
     }
+
+
+EXPERT_CASES: Final = {
+    "gather": ("experts", "8 experts, bfloat16, 128 programs"),
+    "products": ("experts_products", "experts 30B-A3B plain, 1 tokens"),
+}
+"""What is timed of experts: names of the benchmark of operators, and of its cases."""
+
+
+def _experts(device: str) -> Figures:
+    """Time copies of experts out of host memory, and the products of those of one token."""
+    if device == "cpu":
+        return {"no_room": "operators are timed on a GPU only"}
+    import torch  # noqa: PLC0415  takes seconds
+
+    from kernels import bench, bench_timing  # noqa: PLC0415  import torch
+
+    card = torch.device("cuda", torch.cuda.current_device())
+    rates, found = bench_timing.measure_rates(card), Figures()
+    for name, (operator, wanted) in EXPERT_CASES.items():
+        case = next(case for case in bench.CASES[operator](card) if case.name == wanted)
+        timing = bench_timing.time_case(case, rates)
+        found[name] = {
+            "shape": case.name,
+            "ms": timing.kernel_ms,
+            "gb_s": timing.gb_per_s,
+            "rate_gb_s": rates[case.kind],
+        }
+    return found
 
 
 POOL_SIZE: Final = 4_194_301

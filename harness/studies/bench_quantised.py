@@ -1,0 +1,55 @@
+"""Rows of `study=bench_quantised`: quantised weights against 16-bit ones that are resident."""
+
+from functools import partial
+from typing import Final
+
+from harness.studies.table import (
+    Found,
+    Judged,
+    Targets,
+    engine_table,
+    lacks,
+    link_share,
+    prompt_ratio,
+    rate_table,
+    step_ratio,
+)
+
+PLAIN: Final = "plain"
+"""The point of 16-bit weights."""
+STEP_TARGETS: Final = {
+    "awq": {1: 0.43, 16: 0.55, 64: None},
+    "int8": {1: 0.65, 16: None, 64: None},
+    "fp8": {1: 0.65, 16: None, 64: None},
+    "q4_k_m": {1: 0.5, 16: None, 64: None},
+}
+"""Most of a step over that of 16-bit weights, by point and batch; None: no target."""
+PROMPTS: Final = (128, 512, 2048)
+LINK_TARGETS: Final = {
+    "awq_prefetch": ("h2d", "link", 0.97),
+    "awq_uva": ("in_place", "in-place", 0.95),
+}
+"""Rate of the link, its name, and the least share of it, by point."""
+
+
+def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
+    """Return the rows of the points that ran; ratios are held on every card."""
+    del is_default
+    table = Targets(found, is_absolute=False)
+    for name, targets in STEP_TARGETS.items():
+        title = found[name].title if name in found else name
+        for batch, most in targets.items():
+            what = f"{title} / 16 bits, batch {batch}: step"
+            value = step_ratio(name, PLAIN, batch)
+            table.add(f"{name} {PLAIN}", what, value, batch=batch, most=most)
+        for tokens in PROMPTS:
+            what = f"{title} / 16 bits, prefill 1 x {tokens} tokens"
+            table.add(f"{name} {PLAIN}", what, prompt_ratio(name, PLAIN, tokens), prompt=tokens)
+    for name, (rate, words, least) in LINK_TARGETS.items():
+        for batch in (1, 16):
+            title = found[name].title if name in found else name
+            what = f"{title}, batch {batch}: bytes / step time / {words} rate"
+            value = partial(link_share, name, rate, batch)
+            table.add(name, what, value, batch=batch, least=least)
+    lacking = lacks(found) if card else []
+    return Judged(rows=table.rows, tables=[*engine_table(found), *rate_table(found)], lacks=lacking)
