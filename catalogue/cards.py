@@ -61,7 +61,7 @@ def like_card(word: str, known: Sequence[str]) -> str:
 def _alike(word: str, known: Sequence[str]) -> list[str]:
     """Return the names that begin with a word, else hold it, else resemble it."""
     bare = {_bare(name): name for name in known}
-    short = re.sub(r"\d+gi?b$", "", _bare(word)) or _bare(word)
+    short = _bare(re.sub(r"(^|[^a-z0-9])\d+\s*gi?b$", "", word.lower())) or _bare(word)
     starts = [name for text, name in bare.items() if text.startswith(short)]
     holds = [name for text, name in bare.items() if short in text]
     close = difflib.get_close_matches(_bare(word), list(bare), n=2, cutoff=0.7)

@@ -328,7 +328,7 @@ def _in_keywords(text: str) -> str:
 
 _IN_PYTHON: Final = (
     (r"\boffload=auto(?: \(in Python choose=True\))?", "choose=True"),
-    (r"\boffload=(uva|prefetch)\b", r"offload_backend='\1'"),
+    (r"\boffload=(uva|prefetch|experts)\b", r"offload_backend='\1'"),
     (r"\bSet offload=none\b", "Remove the offload settings"),
     (r"\boffload=none\b", "no offload settings"),
     (r"(\b\w+=[^\s,;.]+) (?=\w+=)", r"\1, "),

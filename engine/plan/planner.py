@@ -26,7 +26,7 @@ from engine.plan.advise import (
     with_least_swap_space,
 )
 from engine.plan.answer import Answer, Planned, ShortageError, answer_of, explained
-from engine.plan.choose import Chooser
+from engine.plan.choose import NOTHING, Chooser
 from engine.plan.host_times import predict_host_kv, with_rates
 from engine.plan.memory import (
     Asked,
@@ -300,8 +300,9 @@ def _mixed_as_chosen(
     least = None if chooser.resident_fits else layers_alone(asked)
     best = None if least is None else Chooser(least).best()
     if least is not None and best is not None:
-        plan, [candidate, *_] = best
-        found.append((candidate.label, least, _assigned(plan, least)))
+        plan, candidates = best
+        label = candidates[0].label if candidates else NOTHING
+        found.append((label, least, _assigned(plan, least)))
     if not found:
         return None
     label, mix, assignment = min(found, key=lambda item: chooser.mixed_s(*item[1:]))

@@ -127,7 +127,7 @@ def _unused_notes(config: OffloadConfig) -> list[str]:
     if config.uva.is_set and config.uva.cpu_offload_gb == 0:
         return [
             "offload.uva: cpu_offload_params is set but cpu_offload_gb=0, so it is ignored. Set a "
-            "size and offload_backend=uva, or remove it."
+            "size and offload=uva, or remove it."
         ]
     return []
 
@@ -165,9 +165,8 @@ def assign_experts(spec: ModelSpec, config: OffloadConfig) -> Assignment:
     """
     if not spec.num_experts:
         raise ConfigError(
-            f"offload_backend={config.offload_backend}: expected a model with experts for "
-            f"offload=experts, got {spec.model_type}, which is dense. Set offload=uva or "
-            "offload=prefetch."
+            f"offload=experts: expected a model with experts, got {spec.model_type}, which is "
+            "dense. Set offload=uva or offload=prefetch."
         )
     found, slots = assign_cached(spec), config.experts.expert_slots
     if slots is None:
@@ -205,7 +204,7 @@ def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -
     if budget <= 0:
         raise ConfigError(
             "offload.uva.cpu_offload_gb: expected more than 0 GiB with "
-            f"offload_backend={config.offload_backend}"
+            f"offload={config.offload_backend}"
             f"{' and cpu_offload_params set' if selectors else ''}, "
             f"got {config.uva.cpu_offload_gb:g}: nothing would move. Set a size, or offload=none."
         )

@@ -42,9 +42,19 @@ class _Parser(argparse.ArgumentParser):
             option = message.removeprefix(prefix).split()[0]
             known = {name.strip("-"): name for name in self._option_string_actions}
             meant = closest(option.strip("-"), known)
-            hint = f"Did you mean {known[meant[0]]}?" if meant else "A setting: model=glass."
+            hint = f"A setting: {_setting_like(option)}."
+            if meant:
+                hint = f"Did you mean {known[meant[0]]}?"
             message = f"unknown option {option}. {hint}"
         raise ConfigError(f"command line: {message} See tightfit run --help.")
+
+
+def _setting_like(option: str) -> str:
+    """Return the setting of an option's name, such as --cpu-offload-gb of other engines."""
+    name, _, value = option.strip("-").replace("-", "_").partition("=")
+    paths = (found.path for found in settings(RunConfig) if found.path.endswith(f".{name}"))
+    path = next(paths, None)
+    return "model=glass" if path is None else f"{path}={value or 'VALUE'}"
 
 
 def _build_parser() -> _Parser:

@@ -588,10 +588,11 @@ class Composer:
                 raise unknown_key(key) from error
             if (again := _quote_value(text)) is not None:
                 return parser.parse_overrides([again])[0]
-            raise ConfigError(
-                f"{text}: expected key=value or group=option. Quote a value that holds "
-                "brackets, commas or spaces."
-            ) from error
+            groups = (group for group in GROUPS if text in self.get_group_options(group))
+            hint = "Quote a value that holds brackets, commas or spaces."
+            if group := next(groups, None):
+                hint = f"Did you mean {group}={text}?"
+            raise ConfigError(f"{text}: expected key=value or group=option. {hint}") from error
 
     def get_group_options(
         self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG

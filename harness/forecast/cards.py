@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from catalogue.cards import card_names, card_sheet, size_gb
+from catalogue.cards import card_names, card_sheet
 from catalogue.terminal import columns
 from engine.asked.config import EngineConfig, GPUConfig
 from engine.asked.offload import OffloadConfig
@@ -78,8 +78,8 @@ def _row(item: tuple[str, OnCard]) -> Sequence[str]:
 def ways_by_card(found: Forecast) -> Iterator[tuple[str, OnCard]]:
     """Yield each card, smallest first, and how the model fits it: as set, lossless, or chosen.
 
-    Cards of one size share the placement that is chosen for the one with the least memory, and
-    have their own rates.
+    Cards of one size, to a GiB, share the placement that is chosen for the one with the least
+    memory, and have their own rates.
     """
     chosen: dict[tuple[int | None, bool], MemoryPlan | None] = {}
     cards = {name: _gpu(found, name) for name in card_names()}
@@ -88,9 +88,9 @@ def ways_by_card(found: Forecast) -> Iterator[tuple[str, OnCard]]:
         as_set, coded = _whole(base, found)
         way = _faster(as_set, coded)
         if way is None:
-            key = _size(name, gpu)
+            key = _size(gpu)
             if key not in chosen:
-                alike = (each for other, each in cards.items() if _size(other, each) == key)
+                alike = (each for each in cards.values() if _size(each) == key)
                 least = min(alike, key=lambda each: each.memory_gib or 0)
                 chosen[key] = _plan(_auto(replace(base, gpu=least)), found)
             plan = chosen[key]
@@ -107,9 +107,9 @@ def _gpu(found: Forecast, name: str) -> GPUConfig:
     return GPUConfig(**{**sheet, "memory_gib": most, "host_gib": asked.host_gib})
 
 
-def _size(name: str, gpu: GPUConfig) -> tuple[int | None, bool]:
+def _size(gpu: GPUConfig) -> tuple[int, bool]:
     version = gpu.compute_capability or 0.0
-    return size_gb(name), version >= BFLOAT16_CAPABILITY[0]
+    return round(gpu.memory_gib or 0), version >= BFLOAT16_CAPABILITY[0]
 
 
 def _auto(base: EngineConfig) -> EngineConfig:

@@ -10,7 +10,7 @@ from catalogue.terminal import EXIT_OK, columns, show
 from engine.device.gpu import open_gpu
 from engine.errors import ConfigError
 from engine.plan.advise import DEFAULT_TOKENS, off_gpu_bytes
-from engine.plan.answer import labelled, rate, wrapped
+from engine.plan.answer import WIDTH, labelled, rate, wrapped
 from engine.plan.memory import UNKNOWN_HOST_BYTES, MemoryPlan
 from engine.plan.times import CONTEXT_TOKENS, rates_for
 from engine.sealed import GIB
@@ -95,8 +95,9 @@ def _answer(found: Forecast) -> list[str]:
     best: Any = found.best
     if best is not None or found.plan is not None:
         command = command_with(found.overrides, () if best is None else best["settings"])
-        takes = f"  # about {found.minutes(found.plan):.1f} min" if best is None else ""
-        lines += labelled("Run it", command + takes, " \\")
+        lines += labelled("Run it", command, " \\")
+        if best is None:
+            lines = _noted(lines, f"# about {found.minutes(found.plan):.1f} min")
     if best is not None and best["host_weights_bytes"]:
         lines += _host_need(found, best["host_total_bytes"])
     elif best is None and found.plan is not None and _takes_host(found.plan):
@@ -104,6 +105,13 @@ def _answer(found: Forecast) -> list[str]:
     for note in _essential(found):
         lines += labelled("Note", note)
     return lines
+
+
+def _noted(lines: list[str], comment: str) -> list[str]:
+    """Return lines with a comment behind the last, or below it where it is too long."""
+    if len(lines[-1]) + 2 + len(comment) <= WIDTH:
+        return [*lines[:-1], f"{lines[-1]}  {comment}"]
+    return [*lines, *labelled("", comment)]
 
 
 def _takes_host(plan: MemoryPlan) -> bool:

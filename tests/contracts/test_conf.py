@@ -219,6 +219,8 @@ def test_cards_that_people_have_are_there() -> None:
             "RTX4060",
             "Did you mean rtx4060_8gb or rtx4060ti_8gb or rtx4060ti_16gb or rtx4060_laptop_8gb?",
         ),
+        ("RTX4080_16GB", "Did you mean rtx4080_16gb or "),
+        ("rtx9999_17gb", "Cards of 16 GB: "),
         ("rx7900xtx_24gb", "Cards of 24 GB: a10_24gb, "),
         ("gtx1070_7gb", "Cards of 6 GB: rtx2060_6gb, "),
         ("arc", "There are: a100_40gb, "),

@@ -248,6 +248,7 @@ def test_keywords_of_other_engines_are_refused_with_the_reason() -> None:
         ("expected true or false, got 'no'", "expected True or False, got 'no'"),
         ("kv.pin_limit_gib: expected null", "pin_limit_gib: expected None"),
         ("offload=uva needs engine.seed_x", "offload_backend='uva' needs engine.seed_x"),
+        ("Set offload=experts.", "Set offload_backend='experts'."),
         ("/home/engine.seed/x and the truth", "/home/engine.seed/x and the truth"),
     ],
 )  # fmt: skip

@@ -71,6 +71,14 @@ def step_ms(plan: MemoryPlan) -> float:
     return float(plan.predicted["decode_step_ms"])
 
 
+def test_the_mix_that_takes_the_least_room_may_move_nothing() -> None:
+    """In codes alone the largest tensor needs more room to be restored than codes save."""
+    spec, gpu = conf_spec("llama31_8b_fp8"), card("rtx5090_laptop_24gb")
+    config = configuration(spec, weight_format=None, max_num_seqs=256, max_model_len=81104)
+    plan = plan_memory(replace(config, gpu=gpu, planner=AUTO), spec, DeviceFacts.of_card(gpu))
+    assert plan.num_gpu_blocks * plan.block_size >= 81104
+
+
 def test_the_format_that_is_not_set_is_the_checkpoint_s_unless_placements_are_chosen() -> None:
     config = asked(None)
     assert config.weight_format == "checkpoint"

@@ -68,6 +68,11 @@ def test_options_may_stand_anywhere() -> None:
     [
         (["--multirn"], "unknown option --multirn. Did you mean --multirun?"),
         (["--model", "glass"], "unknown option --model. A setting: model=glass. See"),
+        (
+            ["--cpu-offload-gb", "4"],
+            "unknown option --cpu-offload-gb. A setting: offload.uva.cpu_offload_gb=VALUE. See",
+        ),
+        (["--max-model-len=64"], "A setting: engine.max_model_len=64. See"),
         (["--cfg", "jobb"], "invalid choice: 'jobb'"),
         (["--cfg"], "expected one argument"),
         (["--resolve"], "--resolve has an effect only with --cfg"),

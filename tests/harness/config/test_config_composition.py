@@ -262,6 +262,7 @@ def test_mistakes_in_a_user_s_files_are_named(
         ),
         ("offload=prefetch  offload.prefetch.offload_prefetch_step=0", ["at least 1", "got 0"]),
         ("offload.offload_backend=foo", ["auto, uva, prefetch", "'foo'"]),
+        ("olmo7b", ["expected key=value or group=option. Did you mean model=olmo7b?"]),
         ("offload=uva  offload.uva.cpu_offload_params=[w2]", ["cpu_offload_params", "w2"]),
         ("offload=uva  offload.uva.cpu_offload_gb=0", ["cpu_offload_gb", "nothing would move"]),
         ("mode=guess", ["mode", "run, plan", "'guess'"]),

@@ -73,6 +73,27 @@ def test_cards_of_one_size_share_a_placement_and_have_their_own_rates(
         assert way.tokens_s() == pytest.approx(alone.best["tokens_s"])
 
 
+def test_a_card_of_another_size_by_a_gib_has_a_placement_of_its_own(
+    composer: Composer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.forecast.cards.card_names", lambda: ["t4_16gb", "v100_16gb"])
+    cards = dict(ways_by_card(found_of(composer, "+model=olmo7b", "scenario=latency")))
+    alone = found_of(composer, "+model=olmo7b", "gpu=v100_16gb", "scenario=latency").best
+    way = cards["v100_16gb"].best
+    assert way is not None
+    assert alone is not None
+    assert way.tokens_s() == pytest.approx(alone["tokens_s"])
+
+
+def test_the_command_s_minutes_are_a_comment_of_one_line(composer: Composer) -> None:
+    words = ("+model=smollm2_135m_q4", "gpu=rtx2060_6gb", "scenario=latency")
+    for more in ([], ["engine.max_model_len=512"], ["engine.max_num_seqs=16", "engine.seed=1"]):
+        lines = point_lines(found_of(composer, *words, *more))
+        (noted,) = [line for line in lines if "# about" in line]
+        assert noted.endswith(" min")
+        assert len(noted) <= 80
+
+
 def test_plain_weights_that_fit_are_shown_beside_faster_ones(
     composer: Composer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
