@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from reports.figures.plan import PLAN_CSV, write_plan_figure
+from reports.figures.comparisons import PLAN_CSV, write_plan_figure
 from reports.pages.index import write_index
 from reports.pages.write import REPORT_NAME, write_compare_report, write_report, write_sweep_report
 from reports.record.folders import is_run_folder, load_points

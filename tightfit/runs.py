@@ -147,8 +147,8 @@ def comparison(folders: Sequence[Path]) -> dict[str, Any]:
         RecordError: a record cannot be read, or the runs did not do the same work.
     """
     from reports import compare as compared  # noqa: PLC0415  when it runs
-    from reports.record.best import gain, gain_interval  # noqa: PLC0415
     from reports.record.folders import load_run  # noqa: PLC0415
+    from reports.record.judging import gain, gain_interval  # noqa: PLC0415
 
     rows = compared.compare_rows([(folder, load_run(folder)) for folder in folders])
     compared.check_distinct(rows)

@@ -10,9 +10,9 @@ from catalogue.files import read_json
 from catalogue.terminal import EXIT_INTERRUPTED
 from console.registry.tables import PERFORMANCE_PARTS, Comparison, Performance
 from console.testing.process import DOCUMENT_NAME, LOG_NAME, run_folders
+from reports.record.judging import answer_of
 from reports.record.metrics import unit
 from reports.record.record import MEASURED, RESULT_NAME, RecordError, RunRecord
-from reports.record.sides import answer_of
 
 STATUSES: Final[Mapping[str, str]] = {
     "ok": "finished",

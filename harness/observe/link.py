@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Self, TypeVar
 
-from reports.record.telemetry import Table
+from reports.record.rows import Table
 
 T = TypeVar("T")
 Stream = Callable[[float], tuple[int, float, float]]

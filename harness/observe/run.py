@@ -22,7 +22,13 @@ from harness.observe.window import (
     reasons,
     window_metrics,
 )
-from reports.record.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, Table, read_telemetry
+from reports.record.rows import (
+    TELEMETRY_COLUMNS,
+    TELEMETRY_PARQUET,
+    TELEMETRY_SPOOL,
+    Table,
+    read_telemetry,
+)
 
 SAMPLER_COMMAND: Final = module_command("harness.observe.sampler")
 GRACE_S: Final = 2.0
@@ -185,14 +191,14 @@ class Telemetry(Sampler):
                 )
 
     def _add_facts(self, found: Report, table: Table, spans: Sequence[Span]) -> None:
-        is_parquet = (self._run_dir / PARQUET_NAME).is_file()
-        told = facts(table, spans, PARQUET_NAME if is_parquet else SPOOL_NAME)
+        is_parquet = (self._run_dir / TELEMETRY_PARQUET).is_file()
+        told = facts(table, spans, TELEMETRY_PARQUET if is_parquet else TELEMETRY_SPOOL)
         found.effective = {"telemetry": told}
         cost = cost_warning(table)
         if cost is not None:
             found.warnings.append(cost)
         found.metrics["telemetry/cpu_pct"] = told["cpu_pct"]
-        of_gpu = [name for name in COLUMNS if name.startswith(_GPU_PREFIXES)]
+        of_gpu = [name for name in TELEMETRY_COLUMNS if name.startswith(_GPU_PREFIXES)]
         if self._gpu is not None and set(of_gpu) <= set(told["null_columns"]):
             found.warnings.append(
                 "telemetry: the sampler got nothing of the GPU from NVML, so its columns are null "

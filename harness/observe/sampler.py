@@ -20,7 +20,7 @@ from typing import Any, Final
 from catalogue.processes import die_with_parent
 from engine.device.gpu import Gpu, open_gpu
 from reports.record.record import STATE_NAME
-from reports.record.telemetry import SPOOL_NAME
+from reports.record.rows import TELEMETRY_SPOOL
 
 PROC: Final = Path("/proc")
 # Not psutil: it takes 2 to 5 times the CPU time for a row, and 200 times for a list of children.
@@ -403,7 +403,7 @@ def run(
     rows = Rows(run_dir, gpu, Machine())
     gc.collect()
     gc.freeze()
-    descriptor = os.open(run_dir / SPOOL_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(run_dir / TELEMETRY_SPOOL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         _loop(rows, commands, lambda data: _write(descriptor, data), interval_s)
     finally:

@@ -6,7 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from reports.record.telemetry import COLUMNS, PARQUET_NAME, SPOOL_NAME, line_rows, spool_rows
+from reports.record.rows import (
+    TELEMETRY_COLUMNS,
+    TELEMETRY_PARQUET,
+    TELEMETRY_SPOOL,
+    line_rows,
+    spool_rows,
+)
 
 
 def replace_spool(
@@ -119,9 +125,9 @@ def write_parquet(run_dir: Path) -> str | None:
 
     The file appears in one rename; the spool stays until then, and where pyarrow is missing.
     """
-    spool, target = run_dir / SPOOL_NAME, run_dir / PARQUET_NAME
+    spool, target = run_dir / TELEMETRY_SPOOL, run_dir / TELEMETRY_PARQUET
     if not spool.is_file():
         return "telemetry: the sampler wrote no row."
-    kinds = {name: column.kind for name, column in COLUMNS.items()}
+    kinds = {name: column.kind for name, column in TELEMETRY_COLUMNS.items()}
     lack = replace_spool(spool, target, spool_rows(spool), kinds, _BATCH_ROWS)
     return None if lack is None else f"telemetry: {lack}"

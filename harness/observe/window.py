@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from engine.sealed import GIB
 from reports.record.record import percentile
-from reports.record.telemetry import COLUMNS, COSTLY_COLUMNS, SLOW_COLUMNS, Table
+from reports.record.rows import COSTLY_COLUMNS, SLOW_COLUMNS, TELEMETRY_COLUMNS, Table
 from reports.record.text import number
 
 BUSY_PCT: Final = 50.0
@@ -347,7 +347,7 @@ def facts(table: Table, spans: Sequence[Span], file: str) -> dict[str, Any]:
 
 def null_columns(table: Table) -> list[str]:
     """Return the columns without a single value."""
-    return [name for name in COLUMNS if all(value is None for value in table[name])]
+    return [name for name in TELEMETRY_COLUMNS if all(value is None for value in table[name])]
 
 
 def cpu_share(table: Table) -> float | None:

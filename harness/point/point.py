@@ -66,7 +66,7 @@ from harness.work.prompts import PromptRow, read_prompts
 from harness.work.quality import quality_text, read_yardstick, text_file
 from harness.work.request_log import write_parquet
 from harness.work.trace import TraceRow, check_lengths, read_trace
-from reports.record.bounds import impossible_rate
+from reports.record.judging import impossible_rate
 from reports.record.record import MEASURED, RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
 
 COLD_SHARE: Final = 0.05

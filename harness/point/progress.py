@@ -15,7 +15,7 @@ from harness.point.process import SAMPLES_NAME
 from harness.point.show import capacity_lines, point_title
 from harness.tracking.base import GuardedTracker
 from reports.record.record import STATE_NAME
-from reports.record.telemetry import SPOOL_NAME
+from reports.record.rows import TELEMETRY_SPOOL
 
 LINE_INTERVAL_S: Final = 10.0
 """Seconds between plain lines of one phase."""
@@ -257,7 +257,7 @@ class LiveView:
         self._display = display
         self._tracker = tracker
         self._samples = LineTail(run_dir / SAMPLES_NAME)
-        self._telemetry = LineTail(run_dir / SPOOL_NAME)
+        self._telemetry = LineTail(run_dir / TELEMETRY_SPOOL)
         self._telemetry_s = 0.0
         self._latest: Mapping[str, Any] = {}
         """The newest row of telemetry."""

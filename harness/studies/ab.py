@@ -15,9 +15,9 @@ from harness.observe.statistics import CONFIDENCE, interval
 from harness.observe.student import student_t
 from harness.point.show import build_report, verdict_text
 from harness.studies.series import RunOne, Series, key_of
+from reports.record.judging import UNRESOLVED, answer_of
 from reports.record.metrics import TOTAL, Better, Metric, Metrics, shown
 from reports.record.record import RunRecord, percentile
-from reports.record.sides import UNRESOLVED, answer_of
 from reports.record.text import flatten, number
 
 COMPARED: Final[Mapping[str, Metric]] = {metric.mean.name: metric.mean for metric in shown("ab")}

@@ -12,7 +12,7 @@ from harness.point.describe import what_varies
 from harness.point.show import build_report, status_text
 from harness.tracking.base import SweepFacts
 from harness.tracking.mlflow import open_tracker
-from reports.record.best import best_of
+from reports.record.judging import best_of
 from reports.record.metrics import found, metric_number
 from reports.record.record import MEASURED, RunRecord, write_text_atomic
 

@@ -8,7 +8,7 @@ from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
 from engine.sealed import GIB
 from harness.config.schema import ScenarioConfig
 from harness.work.drive import StepTotals, ratio
-from reports.record.bounds import LINK_RATES, TOLERANCE
+from reports.record.judging import LINK_RATES, TOLERANCE
 from reports.record.metrics import PREDICTED
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from harness.observe.spool import Background, replace_spool
 from harness.work.times import RequestTimes, ServedRequest
-from reports.record.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, request_rows
+from reports.record.rows import REQUEST_COLUMNS, REQUESTS_PARQUET, REQUESTS_SPOOL, request_rows
 
 INTERVAL_S: Final = 0.5
 _BATCH_ROWS: Final = 1000
@@ -22,7 +22,7 @@ class RequestLog:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / SPOOL_NAME
+        self._path = run_dir / REQUESTS_SPOOL
         self._ended: list[tuple[str, int, RequestTimes]] = []
         self._due_s = 0.0
         self._writer = Background("requests")
@@ -85,9 +85,9 @@ def write_parquet(run_dir: Path) -> str | None:
     A run that timed no request has neither. The file appears in one rename; the spool stays until
     then, and where pyarrow is missing.
     """
-    spool, target = run_dir / SPOOL_NAME, run_dir / PARQUET_NAME
+    spool, target = run_dir / REQUESTS_SPOOL, run_dir / REQUESTS_PARQUET
     if not spool.is_file():
         return None
-    kinds = {name: kind for name, (kind, _) in COLUMNS.items()}
+    kinds = {name: kind for name, (kind, _) in REQUEST_COLUMNS.items()}
     lack = replace_spool(spool, target, request_rows(spool), kinds, _BATCH_ROWS)
     return None if lack is None else f"requests: {lack}"

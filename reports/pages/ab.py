@@ -18,9 +18,9 @@ from reports.pages.page import (
     tree_table,
 )
 from reports.pages.verdict import validity, verdict
+from reports.record.judging import answer_of, is_resolved, main_metrics
 from reports.record.metrics import metric_number, unit
 from reports.record.record import RunRecord
-from reports.record.sides import answer_of, is_resolved, main_metrics
 from reports.record.text import ABSENT, number, shorten
 
 CONVENTIONS: Final = (

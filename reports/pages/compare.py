@@ -26,7 +26,7 @@ from reports.pages.page import (
     definitions,
 )
 from reports.pages.verdict import error_line, judged, reasons, state, status_kind, validity
-from reports.record.best import best_of, gain, gain_interval, ratio
+from reports.record.judging import best_of, gain, gain_interval, ratio
 from reports.record.metrics import Metric, definition, metric_number, metric_parts, metric_text
 from reports.record.record import MEASURED, RunRecord
 from reports.record.text import ABSENT, leaf, shorten

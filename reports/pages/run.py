@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from reports import facts
-from reports.figures.experts import ExpertsTrace, experts_trace
-from reports.figures.kv import kv_trace
-from reports.figures.roofline import WORDS, decode_points
-from reports.figures.run import lone_rows, phase_names, served_rows
+from reports.figures.counters import ExpertsTrace, experts_trace, kv_trace
+from reports.figures.run import WORDS, decode_points, lone_rows, phase_names, served_rows
 from reports.pages.page import (
     Card,
     Command,

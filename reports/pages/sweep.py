@@ -30,7 +30,7 @@ from reports.pages.page import (
     definitions,
 )
 from reports.pages.verdict import error_line, judged, reasons, state, status_kind
-from reports.record.best import best_of, gain
+from reports.record.judging import best_of, gain
 from reports.record.metrics import Metric, found, metric_number, metric_text
 from reports.record.record import MEASURED, RunRecord
 from reports.record.text import ABSENT

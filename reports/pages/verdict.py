@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from reports import facts
 from reports.pages.page import Kind, Verdict
-from reports.record.bounds import impossible_rate
+from reports.record.judging import impossible_rate
 from reports.record.record import MEASURED, RunRecord
 from reports.record.text import gib, leaf, number
 

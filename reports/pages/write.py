@@ -25,7 +25,7 @@ from reports.pages.run import run_page
 from reports.pages.sweep import peers_section, search_section, sweep_csv, sweep_page
 from reports.record.folders import load_points, load_run, num_planned
 from reports.record.record import write_bytes_atomic, write_text_atomic
-from reports.record.telemetry import read_telemetry
+from reports.record.rows import read_telemetry
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 REPORT_NAME: Final = "report.html"

@@ -31,7 +31,7 @@ from reports.record.metrics import (
     metric_of,
 )
 from reports.record.record import summarise
-from reports.record.telemetry import COLUMNS
+from reports.record.rows import TELEMETRY_COLUMNS
 from tests.contracts.project import python_files, relative
 from tests.engine.specs import plan_small, small_spec
 from tests.harness.cases import SPEC, load_only, scenario
@@ -130,7 +130,7 @@ def produced(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     (row,) = results["load"]["samples"]["load"]
     row |= {"busy": dict.fromkeys(engine_names("add_busy"), 1.0)}
     starts = [{**row, "start": str(is_cold), "is_cold": is_cold} for is_cold in (False, True)]
-    gpu_and_host = {name: 2**30 for name in COLUMNS if name.endswith("_bytes")}
+    gpu_and_host = {name: 2**30 for name in TELEMETRY_COLUMNS if name.endswith("_bytes")}
     rows = table(job=lambda k: "measure" if k else None, **gpu_and_host)  # first no worker
     span = Span(part="serve", job="measure", begin_s=100.0, end_s=104.0)
     return {

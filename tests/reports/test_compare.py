@@ -3,7 +3,7 @@
 import pytest
 
 from reports.compare import UnlikeError, check_alike, compare_rows, compared_metrics
-from reports.record.best import ratio_interval
+from reports.record.judging import ratio_interval
 from reports.record.metrics import METRICS
 from tests.reports.examples import config, ok_record
 

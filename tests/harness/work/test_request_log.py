@@ -13,7 +13,7 @@ from harness.config.schema import FakeScript
 from harness.config.serve import Arrivals, Lengths, Objectives
 from harness.work.request_log import RequestLog, write_parquet
 from harness.work.times import RequestTimes
-from reports.record.requests import COLUMNS, PARQUET_NAME, SPOOL_NAME, read_requests
+from reports.record.rows import REQUEST_COLUMNS, REQUESTS_PARQUET, REQUESTS_SPOOL, read_requests
 from tests.harness.systems.fake.cases import job, latency, run, served, throughput
 
 pytestmark = pytest.mark.usefixtures("clock_start_s")
@@ -76,9 +76,9 @@ def test_figures_of_serving_from_the_rows_alone(tmp_path):
 def test_every_timed_request_and_no_warm_up_is_in_the_file(tmp_path, part, count):
     run(tmp_path, job(part, FakeScript(refuse_every=3)))
     assert write_parquet(tmp_path) is None
-    assert not (tmp_path / SPOOL_NAME).exists()
+    assert not (tmp_path / REQUESTS_SPOOL).exists()
     rows = read_requests(tmp_path)
-    assert list(rows[0]) == list(COLUMNS)
+    assert list(rows[0]) == list(REQUEST_COLUMNS)
     assert len(rows) == count
     assert {row["repeat"] for row in rows} == set(range(count // 3))
     assert sum(row["error"] is not None for row in rows) == count // 3
@@ -95,7 +95,7 @@ def test_a_kill_loses_no_request_that_ended_and_a_cut_line_alone(tmp_path):
     log = RequestLog(tmp_path)
     log.of("serve", 2)(request())
     log.flush()
-    with (tmp_path / SPOOL_NAME).open("a") as file:
+    with (tmp_path / REQUESTS_SPOOL).open("a") as file:
         file.write('{"part": "ser')
     (row,) = read_requests(tmp_path)
     assert (row["request_id"], row["repeat"], row["arrival_s"]) == ("a", 2, None)
@@ -123,10 +123,10 @@ def test_without_pyarrow_the_rows_stay_and_a_warning_says_so(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert "The rows are in requests.jsonl" in write_parquet(tmp_path)
     assert [row["request_id"] for row in read_requests(tmp_path)] == ["a"]
-    assert not (tmp_path / PARQUET_NAME).exists()
+    assert not (tmp_path / REQUESTS_PARQUET).exists()
 
 
 def test_the_documentation_names_every_column():
     text = (Path(__file__).parents[3] / "docs" / "method.md").read_text()
-    for name, (kind, meaning) in COLUMNS.items():
+    for name, (kind, meaning) in REQUEST_COLUMNS.items():
         assert f"| `{name}` | {kind} | {meaning} |" in text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from reports.figures.experts import experts_trace
+from reports.figures.counters import experts_trace
 from reports.figures.run import FIGURES
 from tests.reports.examples import expert_rows, ok_record
 from tests.reports.figures.pictures import LIGHT, share_near

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from reports.__main__ import main
-from reports.figures.plan import KINDS, kind_of, plan_figure, short, write_plan_figure
+from reports.figures.comparisons import KINDS, kind_of, plan_figure, short, write_plan_figure
 from reports.record.record import RecordError
 
 HEAD = "point,offload,fits,decode_tokens_s,queue_output_tokens_s\n"
@@ -54,7 +54,7 @@ def test_names_of_the_axes_do_not_meet() -> None:
 
 
 def test_a_long_sweep_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reports.figures.plan.MOST_POINTS", 4)
+    monkeypatch.setattr("reports.figures.comparisons.MOST_POINTS", 4)
     row = {"offload": "none", "fits": "True", "decode_tokens_s": "5", "queue_output_tokens_s": "6"}
     many = [row | {"point": f"p{index}"} for index in range(7)]
     few = many[:4]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from reports.figures.roofline import decode_points
-from reports.figures.run import FIGURES
+from reports.figures.run import FIGURES, decode_points
 from reports.pages.run import roofline_section
 from tests.reports.examples import gib, ok_record
 from tests.reports.figures.pictures import LIGHT

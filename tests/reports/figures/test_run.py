@@ -8,7 +8,7 @@ from reports.figures.run import FIGURES, TIME_FIGURES, phase_names
 from reports.figures.theme import THEMES, plain
 from reports.pages.write import write_report
 from reports.record.record import write_text_atomic
-from reports.record.telemetry import COLUMNS
+from reports.record.rows import TELEMETRY_COLUMNS
 from tests.reports.conftest import write_run
 from tests.reports.examples import GIB, gib, latency_rows, no_fit_record, ok_record
 from tests.reports.figures.pictures import LIGHT, drawn, pixels, rgb, share_near
@@ -128,7 +128,7 @@ def test_phases_are_ordered_as_they_happen():
 
 def rows(count=40, **columns):
     """Telemetry of `count` rows, ten a second; the middle half is latency."""
-    table = {name: [None] * count for name in COLUMNS}
+    table = {name: [None] * count for name in TELEMETRY_COLUMNS}
     table["clock_s"] = [100 + index / 10 for index in range(count)]
     quarter = count // 4
     phases = ["build"] * quarter + ["latency"] * (count - 2 * quarter) + ["close"] * quarter

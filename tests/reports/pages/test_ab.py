@@ -5,8 +5,8 @@ from reports.figures.theme import THEMES
 from reports.pages.ab import ab_page, is_ab
 from reports.pages.write import write_report
 from reports.record.folders import load_run
+from reports.record.judging import answer_of
 from reports.record.record import RunRecord
-from reports.record.sides import answer_of
 from tests.reports.conftest import write_run
 from tests.reports.examples import ok_record
 from tests.reports.pages.test_write import EVIL, read_html

@@ -8,7 +8,7 @@ from reports.__main__ import main
 from reports.compare import check_alike
 from reports.pages.compare import compare_page
 from reports.pages.write import write_compare_report
-from reports.record.best import ratio
+from reports.record.judging import ratio
 from reports.record.record import RecordError
 from tests.reports.conftest import write_run
 from tests.reports.examples import config, no_fit_record, ok_record

@@ -2,7 +2,7 @@
 
 import pytest
 
-from reports.record.best import best_of
+from reports.record.judging import best_of
 from reports.record.metrics import METRICS
 
 OUTPUT, TTFT = METRICS["throughput/output_tok_s"], METRICS["latency/ttft_ms"].at("p50")

@@ -5,7 +5,7 @@ import pytest
 from reports.pages.compare import winner
 from reports.pages.sweep import sweep_page
 from reports.pages.verdict import state, status_kind, verdict
-from reports.record.bounds import impossible_rate, link_gb_s, offloaded_bytes
+from reports.record.judging import impossible_rate, link_gb_s, offloaded_bytes
 from reports.record.metrics import METRICS
 from tests.reports.examples import config, environment, gib, ok_record
 from tests.reports.test_compare import rows_of

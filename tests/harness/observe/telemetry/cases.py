@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from harness.observe.window import Span, Window
-from reports.record.telemetry import COLUMNS
+from reports.record.rows import TELEMETRY_COLUMNS
 from tests.harness.fakes import Script, fake_door
 from tests.harness.observe.telemetry.pynvml_stand_in import READINGS
 
@@ -18,7 +18,7 @@ STAND_IN = Path(__file__).with_name("pynvml_stand_in.py")
 
 def table(count=40, **columns):
     """Ten rows a second from second 100 on; columns are values, or functions of the row."""
-    found = {name: [None] * count for name in COLUMNS}
+    found = {name: [None] * count for name in TELEMETRY_COLUMNS}
     steady = {
         "clock_s": lambda k: 100 + k / 10,
         "slow_clock_s": lambda k: 100 + k // 10,

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.observe.spool import LineTail, one_a_second, write_parquet
-from reports.record.telemetry import (
-    COLUMNS,
+from reports.record.rows import (
     COSTLY_COLUMNS,
-    PARQUET_NAME,
     SLOW_COLUMNS,
-    SPOOL_NAME,
+    TELEMETRY_COLUMNS,
+    TELEMETRY_PARQUET,
+    TELEMETRY_SPOOL,
     read_spool,
     read_telemetry,
 )
@@ -25,7 +25,7 @@ METHOD = Path(__file__).resolve().parents[4] / "docs" / "method.md"
 
 def spool(folder, rows, tail=""):
     text = "".join(json.dumps(row) + "\n" for row in rows) + tail
-    (folder / SPOOL_NAME).write_text(text)
+    (folder / TELEMETRY_SPOOL).write_text(text)
 
 
 def test_rows_come_back_as_they_were(tmp_path):
@@ -36,11 +36,11 @@ def test_rows_come_back_as_they_were(tmp_path):
     spool(tmp_path, rows)
     before = read_telemetry(tmp_path)
     assert write_parquet(tmp_path) is None
-    assert not (tmp_path / SPOOL_NAME).exists()
+    assert not (tmp_path / TELEMETRY_SPOOL).exists()
     assert read_telemetry(tmp_path) == before
     assert before["gpu_power_w"] == [7.25, None]
     assert before["gpu_throttle_bits"] == [None, 0]
-    assert list(before) == list(COLUMNS)
+    assert list(before) == list(TELEMETRY_COLUMNS)
 
 
 def test_many_rows_are_written_in_parts(tmp_path):
@@ -51,7 +51,7 @@ def test_many_rows_are_written_in_parts(tmp_path):
 
 def test_a_line_that_a_kill_cut_short_is_passed_over(tmp_path):
     spool(tmp_path, [{"clock_s": 1.0}, {"clock_s": 2.0}], tail='{"clock_s": 3.')
-    assert read_spool(tmp_path / SPOOL_NAME)["clock_s"] == [1.0, 2.0]
+    assert read_spool(tmp_path / TELEMETRY_SPOOL)["clock_s"] == [1.0, 2.0]
     assert write_parquet(tmp_path) is None
     assert read_telemetry(tmp_path)["clock_s"] == [1.0, 2.0]
 
@@ -71,34 +71,34 @@ def test_without_pyarrow_the_spool_stays(tmp_path, monkeypatch):
     spool(tmp_path, [{"clock_s": 1.0}])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert "Install pyarrow" in write_parquet(tmp_path)
-    assert not (tmp_path / PARQUET_NAME).exists()
+    assert not (tmp_path / TELEMETRY_PARQUET).exists()
     assert read_telemetry(tmp_path)["clock_s"] == [1.0]
 
 
 def test_a_row_of_another_type_leaves_the_spool(tmp_path):
     spool(tmp_path, [{"clock_s": "soon"}])
     assert "was not written" in write_parquet(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [SPOOL_NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [TELEMETRY_SPOOL]
 
 
 def test_the_schema_is_the_same_whatever_was_read(tmp_path):
     types = {"float": pa.float64(), "int": pa.int64(), "text": pa.string()}
-    expected = {name: types[column.kind] for name, column in COLUMNS.items()}
+    expected = {name: types[column.kind] for name, column in TELEMETRY_COLUMNS.items()}
     for name, rows in {"none": [{}], "some": [{"gpu_power_w": 5, "job": "measure"}]}.items():
         folder = tmp_path / name
         folder.mkdir()
         spool(folder, rows)
         assert write_parquet(folder) is None
-        found = pq.read_schema(folder / PARQUET_NAME)
+        found = pq.read_schema(folder / TELEMETRY_PARQUET)
         assert dict(zip(found.names, found.types, strict=True)) == expected
-    assert found.names == list(COLUMNS)
+    assert found.names == list(TELEMETRY_COLUMNS)
 
 
 def test_the_columns_are_documented_in_their_order():
     text = METHOD.read_text(encoding="utf-8")
     section = text.split("## Telemetry")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*) \|$", section, flags=re.MULTILINE)
-    wanted = [(name, column.kind, column.meaning) for name, column in COLUMNS.items()]
+    wanted = [(name, column.kind, column.meaning) for name, column in TELEMETRY_COLUMNS.items()]
     slow = {name for name, _, meaning in rows if meaning.endswith(" (s)")}
     costly = {name for name, _, meaning in rows if meaning.endswith(" (c)")}
     assert [(n, kind, re.sub(r" \([sc]\)$", "", text)) for n, kind, text in rows] == wanted

@@ -17,7 +17,7 @@ from harness.observe.run import Sampler
 from harness.point import point
 from harness.point.point import run_point
 from reports.record.record import RunRecord
-from reports.record.telemetry import PARQUET_NAME, SPOOL_NAME, read_spool, read_telemetry
+from reports.record.rows import TELEMETRY_PARQUET, TELEMETRY_SPOOL, read_spool, read_telemetry
 from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
 from tests.harness.observe.telemetry.cases import install, samplers, wait_until
@@ -42,7 +42,7 @@ def run(tmp_path, config=None, **script):
 
 
 def rows_of(folder):
-    return (folder / SPOOL_NAME).read_bytes().count(b"\n") if folder.is_dir() else 0
+    return (folder / TELEMETRY_SPOOL).read_bytes().count(b"\n") if folder.is_dir() else 0
 
 
 def test_ten_rows_a_second_of_a_process_and_a_gpu(tmp_path, monkeypatch):
@@ -50,7 +50,7 @@ def test_ten_rows_a_second_of_a_process_and_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "nvml"))
     sampler = Sampler(tmp_path, UUID)
     sampler.watch(os.getpid(), "measure")
-    wait_until(lambda: (tmp_path / SPOOL_NAME).exists() and rows_of(tmp_path) >= 8)
+    wait_until(lambda: (tmp_path / TELEMETRY_SPOOL).exists() and rows_of(tmp_path) >= 8)
     sampler.close()
     assert sampler.warnings == []
     assert samplers(tmp_path) == []
@@ -63,7 +63,7 @@ def test_ten_rows_a_second_of_a_process_and_a_gpu(tmp_path, monkeypatch):
     assert found["gpu_used_bytes"] == [5 * 2**30] * len(clock)
     assert found["gpu_num_own_processes"][-1] == 1
     assert set(found["gpu_sm_clock_mhz"]) == {None}
-    assert not (tmp_path / SPOOL_NAME).exists()
+    assert not (tmp_path / TELEMETRY_SPOOL).exists()
     sampler.close()  # does nothing
 
 
@@ -73,7 +73,7 @@ def test_a_machine_without_nvml_has_rows_of_the_host(tmp_path, monkeypatch):
     (folder / "pynvml.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(folder))
     sampler = Sampler(tmp_path, UUID)
-    wait_until(lambda: (tmp_path / SPOOL_NAME).exists() and rows_of(tmp_path) >= 1)
+    wait_until(lambda: (tmp_path / TELEMETRY_SPOOL).exists() and rows_of(tmp_path) >= 1)
     sampler.close()
     assert sampler.warnings == []
     found = read_telemetry(tmp_path)
@@ -83,7 +83,7 @@ def test_a_machine_without_nvml_has_rows_of_the_host(tmp_path, monkeypatch):
 
 def test_a_killed_sampler_leaves_its_rows_and_a_warning(tmp_path):
     sampler = Sampler(tmp_path, None)
-    wait_until(lambda: (tmp_path / SPOOL_NAME).exists() and rows_of(tmp_path) >= 2)
+    wait_until(lambda: (tmp_path / TELEMETRY_SPOOL).exists() and rows_of(tmp_path) >= 2)
     os.kill(sampler.pid, signal.SIGKILL)
     wait_until(lambda: samplers(tmp_path) == [])
     sampler.watch(os.getpid(), "measure")  # goes nowhere
@@ -94,7 +94,7 @@ def test_a_killed_sampler_leaves_its_rows_and_a_warning(tmp_path):
 
 
 def test_a_sampler_that_cannot_write_says_why(tmp_path):
-    (tmp_path / SPOOL_NAME).mkdir()
+    (tmp_path / TELEMETRY_SPOOL).mkdir()
     sampler = Sampler(tmp_path, None)
     wait_until(lambda: samplers(tmp_path) == [])
     sampler.close()
@@ -107,7 +107,7 @@ def test_a_driver_that_hangs_costs_the_grace_and_the_sampler(tmp_path, monkeypat
     install(tmp_path / "nvml")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "nvml"))
     sampler = Sampler(tmp_path, UUID)
-    wait_until(lambda: (tmp_path / SPOOL_NAME).exists() and rows_of(tmp_path) >= 1)
+    wait_until(lambda: (tmp_path / TELEMETRY_SPOOL).exists() and rows_of(tmp_path) >= 1)
     install(tmp_path / "nvml", hang=True)
     sampler.close()
     assert ["did not end within 0.3 s" in text for text in sampler.warnings] == [True]
@@ -126,7 +126,7 @@ def test_a_whole_run_has_telemetry(tmp_path):
     record = run(tmp_path)
     found = read_telemetry(tmp_path / "run")
     told = record.effective["telemetry"]
-    assert (record.status, told["file"]) == ("ok", PARQUET_NAME)
+    assert (record.status, told["file"]) == ("ok", TELEMETRY_PARQUET)
     assert told["rows"] == len(found["clock_s"])
     assert [window["part"] for window in told["windows"]] == ["latency", "throughput"]
     assert "measure" in found["job"]
@@ -134,7 +134,7 @@ def test_a_whole_run_has_telemetry(tmp_path):
     assert "rss_bytes" not in told["null_columns"]
     assert record.metrics["memory/host_tree_peak_gib"] > 0
     assert record.metrics["gpu/power_w"] is None
-    assert not (tmp_path / "run" / SPOOL_NAME).exists()
+    assert not (tmp_path / "run" / TELEMETRY_SPOOL).exists()
     assert record.effective["warnings"] == []
 
 
@@ -192,7 +192,7 @@ def test_a_killed_harness_leaves_no_sampler_and_a_readable_spool(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], cwd=ROOT)
     wait_until((tmp_path / "hanging").exists)
     assert len(samplers(tmp_path / "run")) == 1
-    wait_until(lambda: "measure" in read_spool(tmp_path / "run" / SPOOL_NAME)["job"])
+    wait_until(lambda: "measure" in read_spool(tmp_path / "run" / TELEMETRY_SPOOL)["job"])
     parent.kill()
     parent.wait()
     wait_until(lambda: samplers(tmp_path / "run") == [])

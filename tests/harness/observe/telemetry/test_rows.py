@@ -21,12 +21,12 @@ from harness.observe.sampler import (
     number_of,
     size_of,
 )
-from reports.record.telemetry import COLUMNS, SLOW_COLUMNS
+from reports.record.rows import SLOW_COLUMNS, TELEMETRY_COLUMNS
 from tests.harness.observe.telemetry.cases import install, load
 from tests.harness.observe.telemetry.pynvml_stand_in import READINGS, UUID
 
 MIB = 2**20
-GPU_COLUMNS = {name for name in COLUMNS if name.startswith(("gpu_", "pcie_"))}
+GPU_COLUMNS = {name for name in TELEMETRY_COLUMNS if name.startswith(("gpu_", "pcie_"))}
 # A process that holds memory, and starts one that holds more; both say so and wait.
 TREE = """
 import subprocess, sys
@@ -171,7 +171,7 @@ def test_a_row_holds_every_column_that_is_there(tmp_path):
     row = rows.read()
     assert before <= row["clock_s"] + 1e-5
     assert row["clock_s"] <= time.monotonic()
-    assert set(row) <= set(COLUMNS)
+    assert set(row) <= set(TELEMETRY_COLUMNS)
     assert set(row) >= GPU_COLUMNS | {"rss_bytes", "cpu_s", "host_available_bytes", "time"}
     assert (row["job"], row["phase"], row["pinned_bytes"]) == ("measure", "latency", 7)
     assert row["gpu_used_bytes"] == 5 * 2**30
@@ -256,7 +256,7 @@ def test_slow_columns_are_repeated(tmp_path):
     assert first["slow_clock_s"] == second["slow_clock_s"] == first["clock_s"] < second["clock_s"]
     rows.watch(0, None)  # another worker: at once
     assert rows.read()["host_available_bytes"] == 2
-    assert {"host_available_bytes", "gpu_temperature_c"} <= SLOW_COLUMNS <= set(COLUMNS)
+    assert {"host_available_bytes", "gpu_temperature_c"} <= SLOW_COLUMNS <= set(TELEMETRY_COLUMNS)
 
 
 def test_children_are_listed_only_where_a_process_is_new(tmp_path, monkeypatch):

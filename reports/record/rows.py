@@ -1,8 +1,9 @@
-"""The file format of a run's telemetry: its columns, and one reader for both of its files.
+"""The file formats of what a run leaves row by row: telemetry, and its requests.
 
-`telemetry.jsonl` grows while a run lasts; when it ends the rows go to `telemetry.parquet`. A run
-that was killed, or a machine without pyarrow, leaves the first. Standard library only, but for
-pyarrow where a Parquet file is read.
+`telemetry.jsonl` and `requests.jsonl` grow while a run lasts; when it ends the rows go to
+`telemetry.parquet` and `requests.parquet`. A run that was killed, or a machine without pyarrow,
+leaves the first. From the rows of requests every latency and rate can be worked out anew. Standard
+library only, but for pyarrow where a Parquet file is read.
 """
 
 import json
@@ -12,11 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-PARQUET_NAME: Final = "telemetry.parquet"
-SPOOL_NAME: Final = "telemetry.jsonl"
+TELEMETRY_PARQUET: Final = "telemetry.parquet"
+TELEMETRY_SPOOL: Final = "telemetry.jsonl"
 
 Table = dict[str, list[Any]]
-"""Column -> its values in order of time; every column of COLUMNS, all of one length."""
+"""Column -> its values in order of time; every column of TELEMETRY_COLUMNS, all of one length."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def _columns(kind: str, **meanings: str) -> dict[str, Column]:
     return {name: Column(kind, meaning) for name, meaning in meanings.items()}
 
 
-COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
+TELEMETRY_COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
     _columns(
         "float",
         clock_s="CLOCK_MONOTONIC when the row was begun, the clock of token times",
@@ -101,7 +102,7 @@ COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
 """Name -> column, in the order of the file."""
 SLOW_COLUMNS: Final = frozenset(
     name
-    for name in COLUMNS
+    for name in TELEMETRY_COLUMNS
     if name.startswith("host_")
     or (name.startswith("gpu_") and name not in {"gpu_used_bytes", "gpu_power_w", "gpu_energy_j"})
     or name in {"pcie_gen", "pcie_width"}
@@ -139,7 +140,7 @@ def read_spool(path: Path) -> Table:
     Raises:
         OSError: the file cannot be read.
     """
-    table: Table = {name: [] for name in COLUMNS}
+    table: Table = {name: [] for name in TELEMETRY_COLUMNS}
     for row in spool_rows(path):
         for name, values in table.items():
             values.append(row.get(name))
@@ -154,11 +155,59 @@ def read_telemetry(folder: Path) -> Table | None:
         OSError: a file cannot be read.
         ValueError: the Parquet file is broken.
     """
-    parquet, spool = folder / PARQUET_NAME, folder / SPOOL_NAME
+    parquet, spool = folder / TELEMETRY_PARQUET, folder / TELEMETRY_SPOOL
     if parquet.is_file():
         import pyarrow.parquet as pq  # noqa: PLC0415  takes a third of a second
 
         found = pq.read_table(parquet).to_pydict()
         count = max((len(values) for values in found.values()), default=0)
-        return {name: found.get(name) or [None] * count for name in COLUMNS}
+        return {name: found.get(name) or [None] * count for name in TELEMETRY_COLUMNS}
     return read_spool(spool) if spool.is_file() else None
+
+
+REQUESTS_PARQUET: Final = "requests.parquet"
+REQUESTS_SPOOL: Final = "requests.jsonl"
+REQUEST_COLUMNS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "part": ("text", "latency, throughput or serve"),
+        "repeat": ("int", "number of the measurement, from 0"),
+        "request_id": ("text", "as in result.json; in a search serve-TRIAL-NUMBER"),
+        "num_prompt_tokens": ("int", "of the whole prompt, earlier turns too"),
+        "arrival_s": ("float", "when it was sent, or its scheduled arrival (serve)"),
+        "sent_s": ("float", "when it was handed to the engine (serve)"),
+        "is_ramp_up": ("bool", "it arrived in the ramp and is not counted (serve)"),
+        "is_cancelled": ("bool", "the harness took it back, or never sent it"),
+        "finish_reason": ("text", "length or stop; null where it did not end by itself"),
+        "error": ("text", "why it failed or was cancelled"),
+        "token_times_s": ("floats", "when each output token was on the host"),
+    }
+)
+"""Column -> its kind (text, int, float, bool, floats) and meaning; times on the clock of the
+engine's tokens, CLOCK_MONOTONIC but for the scripted clock of model=fake."""
+
+
+def request_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a spool; a line that is cut off, the last one after a kill, is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    for row in spool_rows(path):
+        yield {name: row.get(name) for name in REQUEST_COLUMNS}
+
+
+def read_requests(folder: Path) -> list[dict[str, Any]]:
+    """Return the requests of a run's folder in the order in which they ended; none: empty.
+
+    Raises:
+        ImportError: there is a Parquet file and no pyarrow.
+        OSError: a file cannot be read.
+        ValueError: the Parquet file is broken.
+    """
+    parquet, spool = folder / REQUESTS_PARQUET, folder / REQUESTS_SPOOL
+    if parquet.is_file():
+        import pyarrow.parquet as pq  # noqa: PLC0415  takes a third of a second
+
+        rows: list[dict[str, Any]] = pq.read_table(parquet).to_pylist()
+        return rows
+    return list(request_rows(spool)) if spool.is_file() else []
