@@ -27,7 +27,8 @@ from engine.model.facts import copy_folder, read_unpackable, write_unpackable
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.gguf import is_gguf
 from engine.model.spec import W13, ModelSpec
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.cards import DeviceFacts
+from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_again, plan_memory
 from engine.run.core import EngineCore
 from engine.run.decoder import Decoder

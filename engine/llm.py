@@ -26,7 +26,8 @@ from engine.errors import ConfigError, EngineError
 from engine.kv.pool import Tier
 from engine.model.routing import RoutingTrace, expert_sizes
 from engine.model.spec import ModelSpec
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.cards import DeviceFacts
+from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
 from engine.referee import NUM_CANDIDATES, judge
 from engine.run.core import StepStats

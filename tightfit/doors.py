@@ -12,7 +12,8 @@ from engine.asked.config import GPUConfig, ModelConfig
 from engine.asked.keyword_types import Keywords
 from engine.asked.keywords import config_from_keywords, in_keywords, takes_keywords
 from engine.errors import ConfigError
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.cards import DeviceFacts
+from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
 from reports.record.folders import load_run
 from reports.record.record import RunRecord

@@ -97,12 +97,13 @@ class EngineSettings(Sealed):
     """Seed of dummy weights and of requests without a seed."""
     host_reserve_gib: float = number(1.0, low=0)
     """Host memory that must stay free after the load, GiB."""
-    uva_stage_tokens: int = number(65, low=1)
-    """From this many tokens in a step on, uva weights are staged through GPU slots first.
+    uva_stage_tokens: int | None = number(None, low=1)
+    """From this many tokens in a step on, uva weights are staged through GPU slots first. null:
+    where reading in place takes 15 % longer than copying, by the rates of the card.
 
-    On an H200 (`make bench`, docs/performance.md), read in place, a step of 64 tokens takes 1 %
-    longer than one of a single token, 128 take 13 %, 256 take 40 %. Staging takes 8 % less than
-    in-place reads even for one token, but leaves nothing to be read in place, as
+    On an H200 that is 65 (`make bench`, docs/performance.md): read in place, a step of 64 tokens
+    takes 1 % longer than one of a single token, 128 take 13 %, 256 take 40 %. Staging takes 8 %
+    less than in-place reads even for one token, but leaves nothing to be read in place, as
     offload_backend=prefetch does; 1 chooses it.
     """
 

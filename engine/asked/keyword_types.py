@@ -133,9 +133,10 @@ class Keywords(TypedDict, total=False):
     swap_space: float
     """Host memory, GiB. If no offload is set, weights that do not fit the GPU use it first; KV
     blocks take the rest."""
-    uva_stage_tokens: int
-    """From this many tokens in a step on, uva weights are staged through GPU slots first. On an
-    H200 (`make bench`, docs/performance.md), read in place, a step of 64 tokens takes 1 %
+    uva_stage_tokens: int | None
+    """From this many tokens in a step on, uva weights are staged through GPU slots first. None:
+    where reading in place takes 15 % longer than copying, by the rates of the card. On an H200
+    that is 65 (`make bench`, docs/performance.md): read in place, a step of 64 tokens takes 1 %
     longer than one of a single token, 128 take 13 %, 256 take 40 %. Staging takes 8 % less than
     in-place reads even for one token, but leaves nothing to be read in place, as
     offload_backend=prefetch does; 1 chooses it."""

@@ -13,7 +13,7 @@ import torch
 
 from engine.device.facts import num_threads
 from engine.errors import CapacityError
-from engine.plan.memory import DeviceFacts
+from engine.plan.cards import DeviceFacts
 from engine.sealed import GIB
 
 CHUNK_BYTES = 64 * 2**20

@@ -16,7 +16,7 @@ import torch
 from engine.device.base import CopyStream, HostBuffer, capabilities
 from engine.device.facts import available_bytes, num_threads
 from engine.errors import CapacityError, EngineError
-from engine.plan.memory import DeviceFacts
+from engine.plan.cards import DeviceFacts
 
 
 class EmulatedPinnedBuffer(HostBuffer):

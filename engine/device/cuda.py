@@ -22,7 +22,7 @@ from engine.device.facts import (
     num_threads,
 )
 from engine.errors import CapacityError, ConfigError, EngineError, PinningError
-from engine.plan.memory import DeviceFacts
+from engine.plan.cards import DeviceFacts
 
 
 class SharedAllocator:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from engine.asked.config import ANY_CARD, GPUConfig
 from engine.device.facts import available_bytes, gpu_holders, num_threads
 from engine.device.gpu import Gpu, open_gpu
-from engine.plan.cards import CARDS
-from engine.plan.memory import DeviceFacts
+from engine.plan.cards import CARDS, DeviceFacts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from engine.device.base import TORCH_DTYPES, CopyStream, Device, HostBuffer
 from engine.kv.moves import Move, MoveBatch, MoveKind
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
-from engine.plan.sizes import DMA_RUN_BYTES, ID_SLOTS, piece_moves, staging_blocks
+from engine.plan.sizes import ID_SLOTS, piece_moves, staging_blocks
 from kernels.arguments import HostCache
 from kernels.ops import kv
 
@@ -303,7 +303,7 @@ class BlockMover:
         gpu: torch.Tensor,
         host: HostBlocks,
         *,
-        dma_run_bytes: int = DMA_RUN_BYTES,
+        dma_run_bytes: int,
     ) -> None:
         self.stats = MoverStats()
         self._device, self._gpu, self._host = device, gpu, host
@@ -563,7 +563,7 @@ class HostTier:
         self.blocks: list[HostBlocks] = []
         self.movers: list[BlockMover] = []
         """One for each group; none before `connect`."""
-        self._device = device
+        self._device, self._plan = device, plan.host_kv
         if plan.host_kv is None:
             return
         try:
@@ -583,8 +583,11 @@ class HostTier:
 
     def connect(self, cache: KVCache) -> None:
         """Make the movers between these blocks and those of a cache."""
-        for group, host in enumerate(self.blocks):
-            self.movers.append(BlockMover(self._device, cache.blocks[group], host))
+        if self._plan is None:
+            return
+        run_bytes = self._plan.dma_run_bytes
+        for gpu, host in zip(cache.blocks, self.blocks, strict=True):
+            self.movers.append(BlockMover(self._device, gpu, host, dma_run_bytes=run_bytes))
 
     def warm_up(self) -> None:
         """Compile and load what moves blocks; before the first move."""

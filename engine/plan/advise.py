@@ -30,15 +30,9 @@ from engine.plan.policy import (
     assign_resident,
     assign_spread,
 )
+from engine.plan.rates import Rates
 from engine.plan.resolve import resolve_max_model_len
-from engine.plan.times import (
-    CONTEXT_TOKENS,
-    Rates,
-    Shape,
-    asked_rates,
-    decode_step_s,
-    shape_of,
-)
+from engine.plan.times import CONTEXT_TOKENS, Shape, decode_step_s, shape_of
 from engine.plan.units import PREFETCH, RESIDENT
 from engine.plan.weight_format import in_codes
 from engine.sealed import GIB
@@ -299,7 +293,7 @@ def off_gpu_bytes(plan: MemoryPlan) -> int:
 def step_s(plan: MemoryPlan, asked: Asked) -> float:
     """Return the predicted seconds of a decode step of one short sequence."""
     shape, context = shape_of(plan, asked.spec), min(CONTEXT_TOKENS, plan.max_model_len)
-    return decode_step_s(shape, asked_rates(asked), 1, context)
+    return decode_step_s(shape, asked.rates, 1, context)
 
 
 def with_offload(asked: Asked, offload: OffloadConfig) -> Asked:

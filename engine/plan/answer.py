@@ -41,7 +41,7 @@ from engine.plan.memory import (
 )
 from engine.plan.policy import assign, assign_resident
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
-from engine.plan.times import CONTEXT_TOKENS, asked_rates, decode_step_s, shape_of
+from engine.plan.times import CONTEXT_TOKENS, decode_step_s, shape_of
 from engine.plan.weight_format import in_codes
 from engine.sealed import GIB, yaml_text
 
@@ -73,7 +73,7 @@ class Way:
 
     def tokens_s(self, context: int | None = None) -> float:
         """Return what the objective counts, tokens/s: of a queue, else of one sequence."""
-        shape, rates = shape_of(self.plan, self.asked.spec), asked_rates(self.asked)
+        shape, rates = shape_of(self.plan, self.asked.spec), self.asked.rates
         length = self.plan.max_model_len
         if self.asked.config.planner.objective == "throughput":
             prompt, output = queue_of(length)

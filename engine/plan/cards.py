@@ -1,7 +1,10 @@
-"""What vendors state of cards, by the name that the driver gives; values and sources: conf/gpu."""
+"""Cards: what vendors state of them (sources: conf/gpu), and what a plan must know of one."""
 
 from dataclasses import dataclass
 from typing import Final
+
+from engine.asked.config import GPUConfig
+from engine.plan.sizes import MAX_LOAD_THREADS
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,51 @@ CARDS: Final = {
 }
 UNKNOWN_CARD: Final = Sheet(32.0, 500.0, 60.0)
 """A card of which nothing is known: PCIe 4 x16, GDDR6, some tensor cores."""
+UNKNOWN_HOST_BYTES: Final = 2**50
+"""Host memory of a machine that is not here: no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What a plan must know of a machine."""
+
+    kind: str
+    """cuda | cpu."""
+    name: str
+    total_bytes: int
+    """Memory of the card (CPU: what may serve as an emulated card)."""
+    free_bytes: int
+    """What is free of it now."""
+    host_available_bytes: int
+    """Host memory that can be taken: the least of free memory and cgroup limit."""
+    can_pin: bool = True
+    can_uva: bool = True
+    reason: str = ""
+    """Why pinning or in-place reads are not possible."""
+    compute_capability: tuple[int, int] | None = None
+    """Of a CUDA device; None where there is none, or it is not known."""
+    pin_limit_bytes: int | None = None
+    """Host memory that may be pinned where a limit on locked memory binds the driver."""
+    num_threads: int = MAX_LOAD_THREADS
+    holders: tuple[str, ...] = ()
+    """Other processes with memory of the card, in words."""
+
+    @classmethod
+    def of_card(cls, gpu: GPUConfig) -> "DeviceFacts":
+        """Return a card that is not here, with all memory free, beside any host memory."""
+        total = int((gpu.memory_gib or 0) * 2**30)
+        version = gpu.compute_capability
+        name = f"a card of {gpu.memory_gib or 0:g} GiB" if gpu.name == "auto" else gpu.name
+        return cls(
+            kind="cuda",
+            name=name,
+            total_bytes=total,
+            free_bytes=total,
+            host_available_bytes=UNKNOWN_HOST_BYTES,
+            compute_capability=None if version is None else divmod(round(version * 10), 10),
+        )
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the GPU tier is host memory standing in for a card."""
+        return self.kind == "cpu"

@@ -25,16 +25,9 @@ from engine.plan.memory import (
 )
 from engine.plan.policy import Assignment, assign_cached, assign_resident, spread_layers
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
+from engine.plan.rates import Rates
 from engine.plan.sizes import captured_bytes
-from engine.plan.times import (
-    CONTEXT_TOKENS,
-    Rates,
-    Shape,
-    asked_rates,
-    decode_step_s,
-    shape_of,
-    step_s,
-)
+from engine.plan.times import CONTEXT_TOKENS, Shape, decode_step_s, shape_of, step_s
 from engine.plan.units import CACHED, ON_DEMAND, PREFETCH, UVA, Residence
 from engine.sealed import GIB
 
@@ -158,7 +151,7 @@ class Chooser:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._rates = asked_rates(asked)
+        self._rates = asked.rates
         self._layers = asked.spec.num_hidden_layers
         self._objective = asked.config.planner.objective
         self._tensors: list[dict[str, int]] = [
@@ -383,8 +376,7 @@ class Chooser:
         need = other + self._room(blocks) - freed - plan.gpu_budget_bytes
         if need > 0:  # steps with prompts are captured only where no layer is moved
             need = max(1, need - self._prefill_graphs)
-        settings = self._asked.config.engine
-        stages = settings.uva_stage_tokens <= settings.max_num_batched_tokens
+        stages = self._asked.stage_tokens is not None
         slots = kind.num_slots(self._layers, lookahead=lookahead, stages=stages)
         taken = self._choose_layers(need, name, slots)
         if taken is None:

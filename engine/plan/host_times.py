@@ -7,12 +7,12 @@ from typing import Any, Final
 from engine.model.spec import ModelSpec
 from engine.plan.long import predict_long
 from engine.plan.memory import MemoryPlan
+from engine.plan.rates import Rates
 from engine.plan.sizes import CopyAhead, HostKVPlan, ReadRates, SwapRates
 from engine.plan.times import (
     PREFILL_TOKENS,
     FarKeys,
     Keys,
-    Rates,
     Shape,
     copied_keys,
     copied_run_bytes,
@@ -22,9 +22,6 @@ from engine.plan.times import (
     shape_of,
 )
 
-MOVE_SHARE: Final = 0.90
-"""Moves of blocks over the copy rate: kernels for blocks below 2 MiB reach 49 to 51 of 54.9 GB/s
-(H200); DMA of larger ones is counted as no faster."""
 PREFIX_TOKENS: Final = 8192
 """Prefix whose load from the host tier is predicted (shorter where max_model_len is)."""
 
@@ -32,8 +29,9 @@ PREFIX_TOKENS: Final = 8192
 def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
     """Return the plan's host tier with what moving and recomputing are expected to cost.
 
-    Pageable blocks go at the rate of pageable copies; the rates are those of the whole tier. No
-    overlap with compute is counted on.
+    Moves go at the rate of kernels, as DMA of large blocks is hardly faster; pageable blocks at
+    that of pageable copies. The rates are those of the whole tier. No overlap with compute is
+    counted on.
     """
     host = plan.host_kv
     assert host is not None
@@ -42,7 +40,8 @@ def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
 
     def rate(pinned_gb_s: float) -> float:
         slow = min(pinned_gb_s, rates.pageable_gb_s)
-        return 1e9 / (share / (MOVE_SHARE * pinned_gb_s) + (1 - share) / slow)
+        moved_gb_s = pinned_gb_s * rates.blocks_gb_s / rates.h2d_gb_s
+        return 1e9 / (share / moved_gb_s + (1 - share) / slow)
 
     shape, tokens = shape_of(plan, spec), min(PREFILL_TOKENS, plan.max_model_len)
     seconds = prefill_s(shape, rates, tokens)

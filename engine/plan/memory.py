@@ -6,18 +6,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from engine.asked.config import EngineConfig, GPUConfig
+from engine.asked.config import EngineConfig
 from engine.errors import CapacityError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
 from engine.model.rounding import described, weight_formats
 from engine.model.spec import DTYPE_BYTES, ModelSpec
+from engine.plan.cards import DeviceFacts
 from engine.plan.experts import ExpertPlan, plan_experts
 from engine.plan.notebook import plan_html
 from engine.plan.policy import Assignment, fall_back
+from engine.plan.rates import Rates, dma_run_bytes, rates_for, stage_tokens
 from engine.plan.resolve import capability_notes, window_notes
 from engine.plan.sizes import (
     HOST_DECODES,
-    MAX_LOAD_THREADS,
     HostKVPlan,
     HostTierSizes,
     KVSizes,
@@ -48,55 +49,6 @@ from engine.plan.units import (
     Unit,
 )
 from engine.sealed import GIB
-
-UNKNOWN_HOST_BYTES = 2**50
-"""Host memory of a machine that is not here: no limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceFacts:
-    """What a plan must know of a machine."""
-
-    kind: str
-    """cuda | cpu."""
-    name: str
-    total_bytes: int
-    """Memory of the card (CPU: what may serve as an emulated card)."""
-    free_bytes: int
-    """What is free of it now."""
-    host_available_bytes: int
-    """Host memory that can be taken: the least of free memory and cgroup limit."""
-    can_pin: bool = True
-    can_uva: bool = True
-    reason: str = ""
-    """Why pinning or in-place reads are not possible."""
-    compute_capability: tuple[int, int] | None = None
-    """Of a CUDA device; None where there is none, or it is not known."""
-    pin_limit_bytes: int | None = None
-    """Host memory that may be pinned where a limit on locked memory binds the driver."""
-    num_threads: int = MAX_LOAD_THREADS
-    holders: tuple[str, ...] = ()
-    """Other processes with memory of the card, in words."""
-
-    @classmethod
-    def of_card(cls, gpu: GPUConfig) -> "DeviceFacts":
-        """Return a card that is not here, with all memory free, beside any host memory."""
-        total = int((gpu.memory_gib or 0) * 2**30)
-        version = gpu.compute_capability
-        name = f"a card of {gpu.memory_gib or 0:g} GiB" if gpu.name == "auto" else gpu.name
-        return cls(
-            kind="cuda",
-            name=name,
-            total_bytes=total,
-            free_bytes=total,
-            host_available_bytes=UNKNOWN_HOST_BYTES,
-            compute_capability=None if version is None else divmod(round(version * 10), 10),
-        )
-
-    @property
-    def emulated(self) -> bool:
-        """Whether the GPU tier is host memory standing in for a card."""
-        return self.kind == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,6 +387,18 @@ class Asked:
     # What no placement changes is found once, for all plans that are made from this.
 
     @cached_property
+    def rates(self) -> Rates:
+        """The rates of the machine."""
+        return rates_for(self.config.gpu, self.facts, self.config.measured_rates)
+
+    @property
+    def stage_tokens(self) -> int | None:
+        """Tokens of a step from which on uva layers are staged; None: no step has as many."""
+        settings = self.config.engine
+        tokens = settings.uva_stage_tokens or stage_tokens(self.rates)
+        return tokens if tokens <= settings.max_num_batched_tokens else None
+
+    @cached_property
     def packing_bytes(self) -> int:
         """GPU memory that a load packs tensors in."""
         return self.formats.packing_bytes(self.spec.tensors())
@@ -501,7 +465,7 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     )
     settings, size = config.engine, DTYPE_BYTES[dtype]
     layout = lay_out(asked, assignment)
-    slots, outer_slot, stage = _slots(layout, assignment, config, asked.formats)
+    slots, outer_slot, stage = _slots(asked, layout, assignment)
     slot_bytes = {found.residence: found.count * found.num_bytes for found in slots}
     sizes, (activations, logits) = asked.graph_sizes, asked.step_bytes
     budget = gpu_budget_bytes(config, facts)
@@ -542,7 +506,10 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     items["kv_cache"] = kv.num_bytes(kv.pools)
     host_kv = None
     if tier.num_blocks:
-        host_kv = HostKVPlan(stage_blocks=tier.stage_blocks(room) if kv.groups[0].in_place else 0)
+        host_kv = HostKVPlan(
+            stage_blocks=tier.stage_blocks(room) if kv.groups[0].in_place else 0,
+            dma_run_bytes=dma_run_bytes(asked.rates),
+        )
     host = _host_items(asked, tier, layout.offloaded_bytes)
     if facts.emulated:
         host["emulated_gpu"] = sum(items.values())
@@ -678,6 +645,7 @@ def asked_tier(asked: Asked, offloaded_bytes: int) -> HostTierSizes:
         asked.kv,
         moved_bytes=_swap_weights_bytes(asked, offloaded_bytes),
         graph_bytes=captured_bytes(asked.spec, facts.kind, again, (), size)[1],
+        dma_run_bytes=dma_run_bytes(asked.rates),
         can_pin=facts.can_pin,
         can_uva=facts.can_uva,
     )
@@ -766,7 +734,7 @@ def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
 
 
 def _slots(
-    layout: WeightLayout, assignment: Assignment, config: EngineConfig, formats: TensorFormats
+    asked: Asked, layout: WeightLayout, assignment: Assignment
 ) -> tuple[tuple[Slots, ...], int, int | None]:
     """Return the slots of units, bytes of the outer scratch, and the staging threshold."""
     units: dict[Residence, list[Unit]] = {}
@@ -775,19 +743,18 @@ def _slots(
             if unit.residence is not CACHED:  # whose banks are planned apart
                 units.setdefault(unit.residence, []).append(unit)
     outer = [
-        align(formats.num_bytes(tensor))
+        align(asked.formats.num_bytes(tensor))
         for tensor in layout.outer_offloaded.tensors
         if not assignment.placements[tensor.name].reads_in_place
     ]
-    threshold = config.engine.uva_stage_tokens
-    stages = threshold <= config.engine.max_num_batched_tokens
+    stage = asked.stage_tokens
     slots = tuple(
         Slots(
             kind,
-            kind.num_slots(len(found), lookahead=assignment.lookahead, stages=stages),
+            kind.num_slots(len(found), lookahead=assignment.lookahead, stages=stage is not None),
             max(unit.slab.num_bytes for unit in found),
         )
         for kind, found in units.items()
     )
-    stage = threshold if stages and any(kind.reads_in_place for kind in units) else None
-    return slots, max(outer, default=0), stage
+    reads_in_place = any(kind.reads_in_place for kind in units)
+    return slots, max(outer, default=0), stage if reads_in_place else None

@@ -26,16 +26,10 @@ from engine.plan.advise import (
     with_least_swap_space,
 )
 from engine.plan.answer import Answer, Planned, ShortageError, answer_of, explained
+from engine.plan.cards import DeviceFacts
 from engine.plan.choose import NOTHING, Chooser
 from engine.plan.host_times import predict_host_kv, with_rates
-from engine.plan.memory import (
-    Asked,
-    DeviceFacts,
-    MemoryPlan,
-    build_plan,
-    plan_fits,
-    takes_swap_space,
-)
+from engine.plan.memory import Asked, MemoryPlan, build_plan, plan_fits, takes_swap_space
 from engine.plan.policy import (
     Assignment,
     assign,
@@ -44,12 +38,11 @@ from engine.plan.policy import (
     assign_spread,
 )
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
+from engine.plan.rates import Rates
 from engine.plan.resolve import resolve_dtype, resolve_max_model_len
 from engine.plan.times import (
     CONTEXT_TOKENS,
     PREFILL_TOKENS,
-    Rates,
-    asked_rates,
     decode_step_s,
     load_s,
     prefill_s,
@@ -308,7 +301,7 @@ def _mixed_as_chosen(
     label, mix, assignment = min(found, key=lambda item: chooser.mixed_s(*item[1:]))
     choice = chooser.mixed_record(label, mix, assignment)
     plan = build_plan(mix, assignment)
-    notes = dict.fromkeys((*plan.notes, *waste_notes(plan, mix, asked_rates(mix))))
+    notes = dict.fromkeys((*plan.notes, *waste_notes(plan, mix, mix.rates)))
     return replace(plan, choice=choice, notes=tuple(notes)), mix
 
 
@@ -407,7 +400,7 @@ def _ask(
 
 
 def _finished(plan: MemoryPlan, asked: Asked, notes: list[str]) -> MemoryPlan:
-    rates = asked_rates(asked)
+    rates = asked.rates
     if plan.host_kv is not None:
         plan = replace(plan, host_kv=with_rates(plan, asked.spec, rates))
     predicted = predict(plan, asked.spec, rates) | {
@@ -462,7 +455,7 @@ def _longest_tokens(asked: Asked, plan: MemoryPlan) -> int:
 
 
 def _plan(asked: Asked, *, is_listed: bool = True) -> MemoryPlan:
-    config, spec, rates = asked.config, asked.spec, asked_rates(asked)
+    config, spec, rates = asked.config, asked.spec, asked.rates
     if asked.reference:
         return _fit(asked, assign_layers_on_demand(spec))
     backend = config.offload.backend
@@ -522,7 +515,7 @@ def _not_needed_in_codes(asked: Asked, plan: MemoryPlan) -> list[str]:
         f"offload={asked.config.offload.backend} is not needed with {LOSSLESS_WORDS}: everything "
         f"fits the GPU budget of {plan.gpu_budget_bytes / GIB:.2f} GiB in 12-bit codes, and the "
         f"tokens are the same. Each decode step takes about {with_ms - without_ms:.3g} ms more "
-        f"than {without_ms:.3g} ms at batch 1 (predicted; {asked_rates(asked).source}). Set "
+        f"than {without_ms:.3g} ms at batch 1 (predicted; {asked.rates.source}). Set "
         f"offload=none {LOSSLESS_WORDS}."
     ]
 

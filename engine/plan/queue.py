@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Final
 
+from engine.plan.rates import Rates
 from engine.plan.sizes import num_held, pad_batch
-from engine.plan.times import Rates, Shape, step_s
+from engine.plan.times import Shape, step_s
 
 QUEUE_REQUESTS: Final = 200
 QUEUE_PROMPT_TOKENS: Final = 128

@@ -306,6 +306,9 @@ class HostKVPlan:
     stage_blocks: int
     """Blocks of one layer that a prefill's stage buffer on the GPU holds; there are two. 0 where no
     sequence uses host blocks in place."""
+    dma_run_bytes: int
+    """From this size on, neighbouring blocks that stay neighbours are one DMA copy; what is smaller
+    goes together in one kernel."""
     swap_rates: SwapRates | None = None
     """What moves of blocks are expected to carry; None until times are predicted."""
     recompute_token_s: float = 0.0
@@ -327,6 +330,7 @@ class HostKVPlan:
             "pageable_bytes": kv.num_bytes(pageable),
             "tokens": kv.host_blocks[0] * kv.block_size,
             "stage_blocks": self.stage_blocks,
+            "dma_run_bytes": self.dma_run_bytes,
             "swap_rates": asdict(self.swap_rates) if self.swap_rates else None,
             "recompute_token_s": self.recompute_token_s,
             "read_rates": asdict(self.read_rates) if self.read_rates else None,
@@ -338,11 +342,6 @@ MOVE_PIECE_BYTES = 32 * 2**20
 """Moves are enqueued in pieces of about this size; what waits for a move waits for its piece."""
 PIECE_MOVES = 1024
 """No piece holds more moves."""
-DMA_RUN_BYTES = 2 * 2**20
-"""From this size on, neighbouring blocks that stay neighbours are one DMA copy; what is smaller
-goes together in one kernel. Measured on an H200 with copies of 54.9 GB/s one way, kernel against
-DMA: 49 and 9 GB/s for blocks of 256 KiB, 51 and 40 of 1 MiB, 51 and 50 of 2 MiB, 51 and 54 of
-8 MiB; both ways at once 61 and 97 of 8 MiB."""
 ID_SLOTS = 64
 """Pieces of small blocks that can be under way before the host waits for the oldest."""
 STAGING_BYTES = 16 * 2**20
@@ -356,12 +355,12 @@ def piece_moves(block_bytes: int, num_blocks: int = PIECE_MOVES) -> int:
     return max(1, min(PIECE_MOVES, MOVE_PIECE_BYTES // block_bytes, num_blocks))
 
 
-def ids_bytes(block_bytes: int, num_blocks: int = PIECE_MOVES) -> int:
+def ids_bytes(block_bytes: int, dma_run_bytes: int, num_blocks: int = PIECE_MOVES) -> int:
     """Return what block numbers take on the GPU, and in pinned memory once more, bytes.
 
     Two lists for each slot and direction; nothing where every block is large enough for DMA.
     """
-    if block_bytes >= DMA_RUN_BYTES:
+    if block_bytes >= dma_run_bytes:
         return 0
     return 2 * ID_SLOTS * 2 * piece_moves(block_bytes, num_blocks) * _ID_BYTES
 
@@ -446,6 +445,7 @@ def host_tier_sizes(
     *,
     moved_bytes: int,
     graph_bytes: int,
+    dma_run_bytes: int,
     can_pin: bool,
     can_uva: bool,
 ) -> HostTierSizes:
@@ -478,7 +478,7 @@ def host_tier_sizes(
     ids = 0
     if pinned and can_uva:
         sizes = zip(kv.block_bytes, kv.most, strict=True)
-        ids = sum(ids_bytes(size, min(count, most)) for size, most in sizes)
+        ids = sum(ids_bytes(size, dma_run_bytes, min(count, most)) for size, most in sizes)
     staging = sum(staging_blocks(size) * size for size in kv.block_bytes)
     return HostTierSizes(
         num_pinned=pinned,

@@ -1,74 +1,31 @@
-"""Predicted times: rates of a machine, steps, prompts and loads."""
+"""Predicted times of steps, prompts and loads."""
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
-from engine.asked.config import ANY_CARD, GPUConfig
 from engine.model.formats import EMBEDDING
 from engine.model.spec import DTYPE_BYTES, ModelSpec
-from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
 from engine.plan.experts import ExpertLayer
 from engine.plan.held import NONE_PACKED, Held, Moved, Packed, held_bytes, moved_by
-from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
+from engine.plan.memory import MemoryPlan
+from engine.plan.rates import IN_PLACE_TILE_ROWS, Rates
 from engine.plan.ring import ring_s
 from engine.plan.sizes import padded_prefill
 from engine.plan.units import Feed, moving
 from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS
 
-LINK_SHARE: Final = 0.86
-"""Copy rate from pinned memory over the sheet's link rate: 54.8 (H100) and 55.5 (H200) of 64."""
-IN_PLACE_SHARE: Final = 0.92
-"""In-place reads by kernels over the copy rate: 50.7 of 54.8 (H100), 51 of 55.5 (H200)."""
-ROWS_SHARE: Final = 0.995
-"""Copies of rows that lie apart, as one layer of neighbouring host blocks, over the copy rate: 512
-rows of 64 KiB at 55.0 of 55.3 GB/s (H200)."""
-ROWS_OVERHEAD_S: Final = 3e-6
-"""One of them in a row of many beside its bytes: 8, 16 and 32 rows of 64 KiB at 41.7, 48.3 and 51.6
-of 55.3 GB/s (H200)."""
 LEAST_ROW_BYTES: Final = 2**15
 """Shorter rows are copied no sooner than read in place: 512 rows of 16 KiB at 48.1, of 32 KiB at
 54.9 of 55.3 GB/s (H200)."""
-TWO_WAY_SHARE: Final = 1.82
-"""Both directions at once, in sum, over the copy rate: 100.8 of 55.5 (H200)."""
-HBM_SHARE: Final = 0.86
-"""Device copy (read and write) over the sheet's: 2850 of 3350 (H100), 4257 of 4800 (H200)."""
-MATRIX_SHARE: Final = 0.60
-"""bf16 products of a prefill of 2048 tokens over the sheet's dense rate: 590 of 989 (H100)."""
-FLOAT32_SHARE: Final = 0.07
-"""float32 without TF32 over bf16: 67 of 989 on the sheet of the H100."""
-PAGEABLE_GB_S: Final = 8.9
-"""Copies from pageable memory (H200)."""
-HOST_READ_GB_S: Final = 102.0
-"""Host memory read by 16 threads (H200 machine)."""
-FILE_READ_GB_S: Final = 5.0
-"""Checkpoint files from the page cache; assumed."""
-PIN_GB_S: Final = 4.0
-"""First touch and registration of slabs: 8.6 GB in 2.3 s (H100)."""
-COPY_OVERHEAD_S: Final = 16e-6
-"""Beside the bytes of one copy: 1, 4, 16, 64 MiB at 28.7, 47.4, 52.1, 54.8 GB/s (H200)."""
 WEIGHT_SHARE: Final = 1.0
 """Products of few rows, bytes of weights read over the copy rate of HBM, which writes half of its
 bytes; with LAYER_OVERHEAD_S (H200)."""
 KV_SHARE: Final = 0.60
 """Decode attention and what else grows with the batch, KV bytes over the copy rate (H100)."""
-LAYER_OVERHEAD_S: Final = 12e-6
-"""Kernels of one layer beside their bytes, in graphs: beginnings and ends of four products,
-attention of few keys, norms (H200: 10 to 12 us in OLMo-2 of 7B and 13B, plain and lossless)."""
-STEP_OVERHEAD_S: Final = 0.1e-3
-"""One step beside its graph (H200: 0.08 to 0.11 ms): sampling, inputs, outputs."""
-EAGER_LAYER_OVERHEAD_S: Final = 0.95e-3
-"""Launches of one layer without graphs, where none were probed: steps of 1024 prompt tokens that
-they bound took 0.82 to 1.16 ms a layer (qwen3_4b, 36 layers, six runs on one host of an H200)."""
-EAGER_LAYER_LAUNCHES: Final = 100
-"""The same over one launch of torch's addition, as a probe times it: 84 to 123 in those runs,
-where the latter took 7.1 to 10.5 us."""
-LOSSLESS_SHARE: Final = 0.90
-"""Products of one token, bytes of codes read over the copy rate of HBM: a layer of OLMo-2-7B in
-80.0 us, 95.7 in bf16 (H200, products of OLMo-2-7B, as the next two)."""
 LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3580.0), (32, 3000.0), (64, 2220.0))
 """Tokens of a product at most, and what restoring weights in registers carries of codes then on a
 card of LOSSLESS_MOST_TFLOPS, however fast memory is: 85, 102 and 137 us for 16, 32 and 64."""
@@ -80,15 +37,9 @@ QUANTISED_MOST: Final = 1.9
 """Plain bytes that restoring quantised weights in registers carries, over the bytes of codes that
 restoring those carries at 16 tokens: 2.4 and 2.0 for AWQ in float16 at 1 and 16 tokens, 1.8 and 1.5
 for int8, 1.7 and 1.7 for Q4_K (H200, products of Llama 2 7B, docs/quantised.md)."""
-RESTORE_SHARE: Final = 0.52
-"""Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.18 TB/s; of each
-weight 1.5 bytes are read and 2 written."""
 PIECE_LAUNCHES: Final = 0.25
 """Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms where
 a layer takes 0.73 (llama31_8b, H200)."""
-IN_PLACE_TILE_ROWS: Final = 256
-"""Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
-docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
 PACKED_READS: Final = 3.0
 """Reads of a float32 weight that a CPU's product of several rows takes beside its operations, as it
 lays the weight out anew: 2.5 to 4 for 2 to 16 rows (two cores)."""
@@ -96,172 +47,6 @@ START_S: Final = 8.0
 """Start of a process, warm-up and captures: 6.5 to 9.4 s (qwen3_4b, dummy weights, H200s)."""
 CPU_START_S: Final = 4.5
 """The same without a GPU: 4.8 s with 0.25 GiB of weights to read (smollm2_135m, two cores)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What a machine carries; GB are 10^9 bytes."""
-
-    h2d_gb_s: float
-    """Copies from pinned host memory."""
-    d2h_gb_s: float
-    two_way_gb_s: float
-    """Both directions at once, in sum."""
-    in_place_gb_s: float
-    """Kernels that read pinned host memory."""
-    rows_gb_s: float
-    """Copies of one layer of neighbouring host blocks from pinned memory: rows that lie apart."""
-    pageable_gb_s: float
-    """Copies from pageable host memory."""
-    hbm_gb_s: float
-    """Device copies, read and write counted."""
-    bf16_tflops: float
-    """Large products, as reached."""
-    float32_tflops: float
-    lossless_gb_s: float
-    """Codes read by products of one token."""
-    restore_gb_s: float
-    """bfloat16 weights written where matrices are restored whole."""
-    host_read_gb_s: float
-    file_read_gb_s: float
-    pin_gb_s: float
-    copy_overhead_s: float = COPY_OVERHEAD_S
-    rows_overhead_s: float = ROWS_OVERHEAD_S
-    layer_overhead_s: float = LAYER_OVERHEAD_S
-    eager_layer_overhead_s: float = EAGER_LAYER_OVERHEAD_S
-    step_overhead_s: float = STEP_OVERHEAD_S
-    sequence_overhead_s: float = 0.0
-    """Time of a layer for each sequence of a step, beside bytes: a CPU takes one after another."""
-    is_cpu: bool = False
-    """Products of few rows read their weight first, copies run in the thread that computes, and a
-    step is over when it was launched: its launches are in layer_overhead_s."""
-    source: str
-    """Sheet, probe or assumption, in words."""
-
-    def measured(self, probe: Mapping[str, float | None]) -> "Rates":
-        """Replace what a probe of this machine found; None and names of no rate are left out."""
-        others = {"source", "is_cpu", "eager_layer_overhead_s"}
-        names = [name for name in asdict(self) if name not in others]
-        found = {name: rate for name in names if (rate := probe.get(name))}
-        if hbm := probe.get("hbm_copy_gb_s"):
-            found["hbm_gb_s"] = hbm
-            if not self.is_cpu:
-                found.setdefault("lossless_gb_s", hbm * LOSSLESS_SHARE)
-                found.setdefault("restore_gb_s", hbm * RESTORE_SHARE)
-        if launch_us := probe.get("launch_us"):
-            found["eager_layer_overhead_s"] = EAGER_LAYER_LAUNCHES * launch_us * 1e-6
-        h2d = found.get("h2d_gb_s")
-        if h2d:
-            found.setdefault("d2h_gb_s", h2d)
-            found.setdefault("two_way_gb_s", h2d * TWO_WAY_SHARE)
-            found.setdefault("in_place_gb_s", h2d * IN_PLACE_SHARE)
-            found.setdefault("rows_gb_s", h2d * ROWS_SHARE)
-        source = f"probe of this machine; the rest: {self.source}"
-        if "sequence_overhead_s" in probe:  # of a CPU, where nothing but times of files is assumed
-            source = "probe of this CPU, whose memory stands in for a GPU"
-        return Rates(**{**asdict(self), **found, "source": source})
-
-
-def sheet_rates(sheet: Sheet, source: str) -> Rates:
-    """Return what a card of that sheet can be expected to reach."""
-    link = sheet.link_gb_s * LINK_SHARE
-    return Rates(
-        h2d_gb_s=link,
-        d2h_gb_s=link,
-        two_way_gb_s=link * TWO_WAY_SHARE,
-        in_place_gb_s=link * IN_PLACE_SHARE,
-        rows_gb_s=link * ROWS_SHARE,
-        pageable_gb_s=min(link, PAGEABLE_GB_S),
-        hbm_gb_s=sheet.hbm_gb_s * HBM_SHARE,
-        bf16_tflops=sheet.bf16_tflops * MATRIX_SHARE,
-        float32_tflops=sheet.bf16_tflops * MATRIX_SHARE * FLOAT32_SHARE,
-        lossless_gb_s=sheet.hbm_gb_s * HBM_SHARE * LOSSLESS_SHARE,
-        restore_gb_s=sheet.hbm_gb_s * HBM_SHARE * RESTORE_SHARE,
-        host_read_gb_s=HOST_READ_GB_S,
-        file_read_gb_s=FILE_READ_GB_S,
-        pin_gb_s=PIN_GB_S,
-        source=source,
-    )
-
-
-def cpu_rates() -> Rates:
-    """Return assumed rates of a CPU on which the GPU tier is emulated."""
-    return Rates(
-        h2d_gb_s=8.0,
-        d2h_gb_s=8.0,
-        two_way_gb_s=8.0,
-        in_place_gb_s=12.0,
-        rows_gb_s=8.0,
-        pageable_gb_s=8.0,
-        hbm_gb_s=15.0,
-        bf16_tflops=0.05,
-        float32_tflops=0.1,
-        lossless_gb_s=0.2,
-        restore_gb_s=0.3,
-        host_read_gb_s=15.0,
-        file_read_gb_s=1.0,
-        pin_gb_s=2.0,
-        copy_overhead_s=5e-6,
-        layer_overhead_s=4e-4,
-        eager_layer_overhead_s=0.0,
-        step_overhead_s=2e-3,
-        sequence_overhead_s=1e-4,
-        is_cpu=True,
-        source="assumed for a CPU; its memory stands in for a GPU",
-    )
-
-
-def rates_for(
-    gpu: GPUConfig, facts: DeviceFacts, probe: Mapping[str, float | None] | None = None
-) -> Rates:
-    """Return the rates of the machine that a plan is for.
-
-    On a CUDA device: the probe, over the sheet of that very card where it is known, else over the
-    rates of `gpu`. On a CPU: the rates of `gpu` where it names a card (the emulated one; without
-    launches, which its graphs would save and an emulation has none of), else the probe, over
-    assumptions. What was used is said in `source`.
-    """
-    given = (gpu.link_gb_s, gpu.hbm_gb_s, gpu.bf16_tflops)
-    if facts.emulated:
-        if any(given):
-            card = sheet_rates(_sheet(gpu), f"{_stated(gpu)}, which a CPU stands in for")
-            return replace(card, eager_layer_overhead_s=0.0)
-        return cpu_rates().measured(probe) if probe else cpu_rates()
-    if facts.name in CARDS:
-        rates = sheet_rates(CARDS[facts.name], f"sheet of {facts.name}")
-    elif any(given):
-        rates = sheet_rates(_sheet(gpu), _stated(gpu))
-    else:
-        rates = sheet_rates(UNKNOWN_CARD, f"assumed: no sheet of {facts.name} is known")
-    return rates.measured(probe) if probe else rates
-
-
-def asked_rates(asked: Asked) -> Rates:
-    """Return the rates of the machine that is asked about."""
-    return rates_for(asked.config.gpu, asked.facts, asked.config.measured_rates)
-
-
-def _stated(gpu: GPUConfig) -> str:
-    """Say where the rates of a configuration come from."""
-    if gpu.name != ANY_CARD:
-        return f"sheet of {gpu.name}"
-    used = _sheet(gpu)
-    assumed = [
-        f"gpu.{key}={getattr(used, key):g}"
-        for key in ("link_gb_s", "hbm_gb_s", "bf16_tflops")
-        if getattr(gpu, key) is None
-    ]
-    return "the card as described" + (f" ({', '.join(assumed)} assumed)" if assumed else "")
-
-
-def _sheet(gpu: GPUConfig) -> Sheet:
-    """The rates that a configuration states; those that it leaves out are assumed."""
-    return Sheet(
-        gpu.link_gb_s or UNKNOWN_CARD.link_gb_s,
-        gpu.hbm_gb_s or UNKNOWN_CARD.hbm_gb_s,
-        gpu.bf16_tflops or UNKNOWN_CARD.bf16_tflops,
-    )
-
 
 CONTEXT_TOKENS: Final = 256
 """Context of the sequences in predicted decode steps (less where max_model_len is)."""
@@ -469,13 +254,16 @@ def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
     matrix_rate = _matrix_rate(shape, rates)
     flops, seen = 2.0 * tokens * params, step.before + step.prefill / (2 * step.prompts)
     hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
+    many_rate = place_rate
+    if tokens > MAX_SMALL_TOKENS and not rates.is_cpu:
+        many_rate = rates.in_place_many_gb_s * 1e9
     attention_s = 4.0 * shape.q_size * step.prefill * min(seen, limit) / matrix_rate
     near_bytes, far_bytes, staged_bytes = step.keys.in_layer(limit, is_first=is_first)
     far_s, staged_s = far_bytes / far.bytes_s, staged_bytes / place_rate
     read = _reads(shape, rates, tokens) * from_gpu.plain / (WEIGHT_SHARE * hbm_rate)
     if in_place.plain:
         tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
-        read += _reads(shape, rates, tokens) * in_place.plain * tiles / place_rate
+        read += _reads(shape, rates, tokens) * in_place.plain * tiles / many_rate
     restored_s, read_s = _packed_s(rates, tokens, from_gpu.packed, in_place.packed)
     missed_s = 0.0
     if experts is not None:

@@ -12,7 +12,8 @@ from engine.errors import ConfigError
 from engine.model.formats import NO_FORMATS, Format
 from engine.model.lossless import lossless_formats, why_plain
 from engine.model.spec import ModelSpec
-from engine.plan.memory import Asked, DeviceFacts, MemoryPlan
+from engine.plan.cards import DeviceFacts
+from engine.plan.memory import Asked, MemoryPlan
 from engine.plan.policy import Assignment, spread_layers
 from engine.plan.queue import QUEUE_REQUESTS
 from engine.sealed import GIB

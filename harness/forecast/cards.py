@@ -11,7 +11,8 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
 from engine.plan.advise import DEFAULT_TOKENS, LOSSLESS_WORDS, lossless_resident
 from engine.plan.answer import WORTH, Way, labelled, rate, wrapped
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.cards import DeviceFacts
+from engine.plan.memory import MemoryPlan
 from engine.plan.planner import asked_of, placed, plan_memory
 from engine.plan.resolve import BFLOAT16_CAPABILITY
 from engine.sealed import GIB

@@ -12,7 +12,8 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
 from engine.plan.advise import lossless_resident, step_s
-from engine.plan.memory import Asked, DeviceFacts, MemoryPlan, build_plan, plan_fits
+from engine.plan.cards import DeviceFacts
+from engine.plan.memory import Asked, MemoryPlan, build_plan, plan_fits
 from engine.plan.planner import asked_of, plan_memory
 from engine.plan.policy import assign_resident
 from engine.sealed import GIB

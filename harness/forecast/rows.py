@@ -22,18 +22,12 @@ from engine.plan.answer import (
     least_uva,
     prefetch_way,
 )
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.cards import DeviceFacts
+from engine.plan.memory import MemoryPlan
 from engine.plan.planner import answer, asked_of, plan_memory
 from engine.plan.queue import queue_s
-from engine.plan.times import (
-    Rates,
-    Shape,
-    decode_step_s,
-    load_s,
-    prefill_s,
-    rates_for,
-    shape_of,
-)
+from engine.plan.rates import Rates, rates_for
+from engine.plan.times import Shape, decode_step_s, load_s, prefill_s, shape_of
 from engine.plan.weight_format import LOSSLESS, MIXED, NOTHING_KNOWN, PLAIN, in_codes
 from engine.sealed import GIB, yaml_text
 from harness.config.engine import with_model

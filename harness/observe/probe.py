@@ -23,7 +23,8 @@ from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch, MoveKind
 from engine.llm import LLM
 from engine.model.spec import ModelSpec
-from kernels.ops import codes
+from engine.plan.rates import dma_run_bytes, rates_for
+from kernels.ops import codes, kv
 from kernels.sizes import LEAST_CAPABILITY
 
 COPY_BYTES = 256 * 2**20
@@ -34,6 +35,9 @@ RATES = (
     "d2h_gb_s",
     "two_way_gb_s",
     "in_place_gb_s",
+    "in_place_many_gb_s",
+    "blocks_gb_s",
+    "block_overhead_s",
     "rows_gb_s",
     "rows_overhead_s",
     "hbm_copy_gb_s",
@@ -45,6 +49,12 @@ ROW_DISTANCE: Final = 2**20
 """From the beginning of one row to the next."""
 LONG_RUN, SHORT_RUN = 512, 16
 """Rows of a copy."""
+BLOCK_BYTES: Final = 2**21
+"""Of blocks that are moved: about where kernels and DMA take as long on an H200."""
+MANY_ROWS, MANY_COLUMNS = 128, 4096
+"""A product of more rows than read a weight once, and the columns of its weight."""
+MANY_BYTES = COPY_BYTES // 2
+"""Of that weight, and of all blocks."""
 LAUNCHES = 500
 """Between two looks at the clock; fewer than fill the driver's queue."""
 HBM_COPIES = 8
@@ -53,6 +63,10 @@ HBM_COPIES = 8
 
 def probe_link(device: str = "auto") -> dict[str, float | None]:
     """Return GB/s (10^9) of copies: host to device, back, both at once, in place, within HBM.
+
+    `in_place_many_gb_s` is what a product of 128 rows reads of a float16 weight in host memory,
+    `blocks_gb_s` what the kernel carries that moves blocks of KV, 2 MiB each, none beside its
+    neighbour, and `block_overhead_s` what a copy of each takes beside its bytes.
 
     `rows_gb_s` is that of copies of 512 rows of 64 KiB that lie apart, as one layer of neighbouring
     host blocks does, and `rows_overhead_s` what such a copy takes beside its bytes, from copies of
@@ -169,10 +183,38 @@ def _rates(
         "in_place_gb_s": (
             None if view is None else _rate(lambda: _read_in_place(view, gpu_in), COPY_BYTES)
         ),
+        **_many_rates(opened, host, view, gpu_in),
         **_row_rates(opened, host, gpu_in),
         "hbm_copy_gb_s": _rate(within, HBM_COPIES * 2 * COPY_BYTES),
         "launch_us": _launch_us(opened, gpu_in[:32]),
     }
+
+
+def _many_rates(
+    opened: Device, host: torch.Tensor, view: torch.Tensor | None, gpu: torch.Tensor
+) -> dict[str, float | None]:
+    """Measure products of many rows in place, and moves of blocks by a kernel and one by one."""
+    names = "in_place_many_gb_s", "blocks_gb_s", "block_overhead_s"
+    if view is None:
+        return dict.fromkeys(names)
+    weight = view[:MANY_BYTES].view(torch.float16).view(-1, MANY_COLUMNS)
+    rows = torch.ones(MANY_ROWS, MANY_COLUMNS, dtype=torch.float16, device=weight.device)
+    product_gb_s = _rate(lambda: torch.mm(rows, weight.T), MANY_BYTES)
+    sources, targets = (part[:MANY_BYTES].view(-1, BLOCK_BYTES) for part in (host, gpu))
+    pairs, stream = _pairs(len(targets), first=0, seed=0), opened.copy_stream()
+    ids = [torch.tensor(side, device=gpu.device) for side in zip(*pairs, strict=True)]
+    words = gpu[:MANY_BYTES].view(torch.int32), view[:MANY_BYTES].view(torch.int32)
+    to, of = (part.view(-1, BLOCK_BYTES // 4) for part in words)
+
+    def copy() -> None:
+        stream.after_compute()
+        stream.copy_all([(targets[a], sources[b]) for a, b in pairs])
+        stream.compute_after(stream.record())
+
+    kernel_gb_s = _rate(lambda: kv.copy_blocks(to, of, *ids), MANY_BYTES)
+    near_gb_s = _rate(lambda: gpu.copy_(host[: gpu.numel()], non_blocking=True), gpu.numel())
+    overhead_s = BLOCK_BYTES * 1e-9 * (1 / _rate(copy, MANY_BYTES) - 1 / near_gb_s)
+    return dict(zip(names, (product_gb_s, kernel_gb_s, max(0.0, overhead_s)), strict=True))
 
 
 def _row_rates(opened: Device, host: torch.Tensor, gpu: torch.Tensor) -> dict[str, float]:
@@ -265,7 +307,8 @@ def probe_moves(block_bytes: int, device: str = "auto") -> dict[str, float | Non
     except (CapacityError, PinningError):
         return dict.fromkeys(MOVE_RATES)
     gpu = opened.empty(2 * count * block_bytes).view(2 * count, block_bytes)
-    mover = BlockMover(opened, gpu, host)
+    run_bytes = dma_run_bytes(rates_for(GPUConfig(), facts))
+    mover = BlockMover(opened, gpu, host, dma_run_bytes=run_bytes)
     try:
         return _move_rates(opened, mover, count, block_bytes)
     finally:
@@ -280,7 +323,10 @@ def _move_rates(
     opened: Device, mover: BlockMover, count: int, block_bytes: int
 ) -> dict[str, float | None]:
     ids = iter(range(2**62))
-    stores, loads = _pairs(count, first=0, seed=0), _pairs(count, first=count, seed=1)
+    stores, loads = (
+        [(gpu, 2 * count + host) for gpu, host in _pairs(count, first=first, seed=seed)]
+        for seed, first in enumerate((0, count))
+    )
 
     def rate(*parts: tuple[MoveKind, Sequence[tuple[int, int]]]) -> float:
         times = []
@@ -306,12 +352,12 @@ def _move_rates(
 
 
 def _pairs(count: int, *, first: int, seed: int) -> list[tuple[int, int]]:
-    """Return scattered GPU blocks, each with a host block of the pool's numbering."""
+    """Return scattered GPU blocks, each with a host block."""
     gpu, host = ([first + index for index in range(count)] for _ in range(2))
     draw = random.Random(seed)
     draw.shuffle(gpu)
     draw.shuffle(host)
-    return [(a, 2 * count + b) for a, b in zip(gpu, host, strict=True)]
+    return list(zip(gpu, host, strict=True))
 
 
 FEW: Final = 2

@@ -307,12 +307,12 @@ class Attempt:
 
         So all workers of a point plan with the same.
         """
-        prefix = "link/"
+        prefix, kinds = "link/", ("_gb_s", "_us", "_overhead_s")
         kept = read_rates(self.gpu, self.home)
         return ({} if kept is None else kept.rates) | {
             name.removeprefix(prefix): rate
             for name, rate in self.findings.metrics.items()
-            if name.startswith(prefix) and name.endswith(("_gb_s", "_us")) and rate is not None
+            if name.startswith(prefix) and name.endswith(kinds) and rate is not None
         }
 
     def _reference(self) -> Path | None:

@@ -11,8 +11,10 @@ from engine.device.gpu import open_gpu
 from engine.errors import ConfigError
 from engine.plan.advise import DEFAULT_TOKENS, off_gpu_bytes
 from engine.plan.answer import WIDTH, labelled, rate, wrapped
-from engine.plan.memory import UNKNOWN_HOST_BYTES, MemoryPlan
-from engine.plan.times import CONTEXT_TOKENS, rates_for
+from engine.plan.cards import UNKNOWN_HOST_BYTES
+from engine.plan.memory import MemoryPlan
+from engine.plan.rates import rates_for
+from engine.plan.times import CONTEXT_TOKENS
 from engine.sealed import GIB
 from harness.config.command import command_line, command_with
 from harness.config.compose import Plan, Point

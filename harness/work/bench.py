@@ -17,8 +17,9 @@ from engine.asked.sampling import SamplingParams
 from engine.device.gpu import Gpu
 from engine.errors import EngineError, RequestError
 from engine.model.formats import EMBEDDING
+from engine.plan.rates import Rates
 from engine.plan.resolve import resolve_dtype
-from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
+from engine.plan.times import decode_step_s, prefill_s, shape_of
 from harness.config.serve import Arrivals, Lengths, ServeScenario
 from harness.config.study import BareScenario, OverheadScenario, StepsScenario
 from harness.observe.link import LinkCounter

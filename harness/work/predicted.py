@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from engine.plan.queue import queue_s
-from engine.plan.times import Rates, decode_step_s, prefill_s, shape_of
+from engine.plan.rates import Rates
+from engine.plan.times import decode_step_s, prefill_s, shape_of
 from engine.sealed import GIB
 from harness.config.schema import ScenarioConfig
 from harness.work.drive import StepTotals, ratio

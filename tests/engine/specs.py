@@ -19,7 +19,8 @@ from engine.asked.offload import (
 from engine.errors import CapacityError
 from engine.model.formats import align
 from engine.model.spec import DTYPE_BYTES, ModelSpec
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.cards import DeviceFacts
+from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
 from engine.plan.times import Shape
 

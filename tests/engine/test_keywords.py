@@ -201,7 +201,10 @@ def test_the_list_of_keywords_says_all_of_them() -> None:
     assert lines == describe_keywords().splitlines()
     named = {line.partition(":")[0].partition("=")[0] for line in lines}
     assert named == set(keywords_of()) | set(COMBINED)
-    assert "uva_stage_tokens=65: an integer. From this many tokens in a step on" in "\n".join(lines)
+    assert (
+        "uva_stage_tokens=None: an integer or None. From this many tokens in a step on"
+        in "\n".join(lines)
+    )
 
 
 def test_the_types_are_made_from_the_fields() -> None:

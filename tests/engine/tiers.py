@@ -82,6 +82,7 @@ def tiers(
             )
             host = HostKVPlan(
                 stage_blocks=stage_blocks,
+                dma_run_bytes=2**21,
                 swap_rates=SWAP,
                 recompute_token_s=recompute_token_s,
                 read_rates=read_rates,

@@ -270,14 +270,14 @@ def test_sizes_of_pieces():
     assert sizes.piece_moves(2**30) == 1
     assert sizes.piece_moves(64) == 1024
     assert sizes.piece_moves(64, 5) == 5
-    assert sizes.ids_bytes(2**21) == 0
-    assert sizes.ids_bytes(2**15) == 2 * 64 * 2 * 1024 * 8
+    assert sizes.ids_bytes(2**21, 2**21) == 0
+    assert sizes.ids_bytes(2**15, 2**16) == 2 * 64 * 2 * 1024 * 8
     assert sizes.staging_blocks(2**30) == 1
     assert sizes.staging_blocks(2**21) == 8
     device = CPUDevice()
     host = HostBlocks(device, num_pinned=1, num_pageable=0, block_bytes=2**15, can_uva=True)
     gpu = device.empty(2**15).view(1, -1)
     before = device.allocated_bytes()
-    BlockMover(device, gpu, host)
-    assert device.allocated_bytes() - before == sizes.ids_bytes(2**15, 1)
+    BlockMover(device, gpu, host, dma_run_bytes=2**16)
+    assert device.allocated_bytes() - before == sizes.ids_bytes(2**15, 2**16, 1)
     assert torch.equal(host.pinned, torch.zeros_like(host.pinned))

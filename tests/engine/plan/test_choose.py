@@ -15,7 +15,8 @@ from engine.asked.config import EngineConfig, GPUConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.spec import ModelSpec
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.cards import DeviceFacts
+from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
 from engine.plan.policy import spread_layers
 from engine.plan.units import ON_DEMAND, PREFETCH, RESIDENT, UVA

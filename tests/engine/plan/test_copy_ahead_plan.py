@@ -8,8 +8,9 @@ import pytest
 from engine.plan.host_times import copy_ahead
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
+from engine.plan.rates import Rates
 from engine.plan.sizes import HostKVPlan
-from engine.plan.times import Rates, decode_step_s, shape_of
+from engine.plan.times import decode_step_s, shape_of
 from tests.engine.plan.test_cost import RATES
 from tests.engine.specs import H200, configuration, llama, plan_llama
 
@@ -58,7 +59,7 @@ def test_a_step_takes_the_faster_way_and_the_threshold_is_where_both_are_equal(
         (replace(CARD, rows_gb_s=50.9), {}),
         (replace(CARD, is_cpu=True), {}),
         (replace(CARD, eager_layer_overhead_s=1.0), {}),
-        (CARD, {"host_kv": replace(HostKVPlan(stage_blocks=15))}),
+        (CARD, {"host_kv": HostKVPlan(stage_blocks=15, dma_run_bytes=2**21)}),
     ],
     ids=["copies are slower", "a CPU", "launches take longer", "no split fits a buffer"],
 )

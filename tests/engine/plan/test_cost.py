@@ -15,20 +15,15 @@ from engine.plan.cards import CARDS, UNKNOWN_CARD, Sheet
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory, predict
 from engine.plan.queue import queue_s
-from engine.plan.times import (
+from engine.plan.rates import (
     HBM_SHARE,
     IN_PLACE_SHARE,
     LINK_SHARE,
-    Shape,
     cpu_rates,
-    decode_step_s,
-    load_s,
-    prefill_s,
     rates_for,
-    shape_of,
     sheet_rates,
-    step_s,
 )
+from engine.plan.times import Shape, decode_step_s, load_s, prefill_s, shape_of, step_s
 from tests.engine.specs import (
     CPU,
     H200,

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.plan.times import PACKED_READS, cpu_rates, shape_of, step_s
+from engine.plan.rates import cpu_rates
+from engine.plan.times import PACKED_READS, shape_of, step_s
 from tests.engine.specs import CPU, plan_small, planned, prefetch, small_spec
 
 

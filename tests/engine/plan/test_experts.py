@@ -22,7 +22,8 @@ from engine.model.spec import W2, W13, ModelSpec
 from engine.plan.experts import BankLayout, ExpertPlan, bank_bytes
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
-from engine.plan.times import Rates, shape_of, step_s
+from engine.plan.rates import Rates
+from engine.plan.times import shape_of, step_s
 from engine.plan.units import CACHED, UVA
 from kernels.sizes import expert_cache_bytes
 from tests.engine.specs import GIB, H200

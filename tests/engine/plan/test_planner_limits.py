@@ -12,7 +12,7 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import align
 from engine.model.spec import ModelSpec
-from engine.plan.memory import DeviceFacts
+from engine.plan.cards import DeviceFacts
 from engine.plan.planner import plan_memory
 from engine.plan.resolve import resolve_dtype
 from tests.engine.specs import (

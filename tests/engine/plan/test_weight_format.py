@@ -17,19 +17,13 @@ from engine.model.formats import EMBEDDING, HEAD, align
 from engine.model.lossless import lossless_formats
 from engine.model.spec import ModelSpec
 from engine.plan.advise import off_gpu_bytes
-from engine.plan.cards import CARDS
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.cards import CARDS, DeviceFacts
+from engine.plan.memory import MemoryPlan
 from engine.plan.planner import asked_of, plan_memory
 from engine.plan.policy import Assignment, assign_resident, spread_layers
+from engine.plan.rates import Rates, sheet_rates
 from engine.plan.sizes import restore_bytes
-from engine.plan.times import (
-    LOSSLESS_MOST_GB_S,
-    Rates,
-    decode_step_s,
-    prefill_s,
-    shape_of,
-    sheet_rates,
-)
+from engine.plan.times import LOSSLESS_MOST_GB_S, decode_step_s, prefill_s, shape_of
 from engine.plan.units import PREFETCH, RESIDENT, UVA
 from engine.plan.weight_format import MIXED, WORTH, best_mix
 from engine.sealed import GIB

@@ -12,7 +12,7 @@ import pytest
 from catalogue.conversions import write_weights
 from engine.errors import CapacityError, ConfigError
 from engine.model.facts import write_unpackable
-from engine.plan.memory import UNKNOWN_HOST_BYTES, DeviceFacts
+from engine.plan.cards import UNKNOWN_HOST_BYTES, DeviceFacts
 from harness.__main__ import main
 from harness.config.compose import Composer
 from harness.forecast import rows as forecast_rows

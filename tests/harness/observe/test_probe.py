@@ -1,11 +1,13 @@
 """The link probe where a machine cannot do what is probed; test_gpu_memory.py runs it on a GPU."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
+from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError, PinningError
 from harness.observe import probe
 
@@ -81,3 +83,32 @@ def test_a_cpu_has_the_same_names_and_copies_alone() -> None:
     found = probe.probe_link("cpu")
     assert tuple(found) == probe.RATES
     assert {name for name, rate in found.items() if rate} == {"h2d_gb_s", "d2h_gb_s"}
+
+
+def test_moves_of_blocks_and_products_of_many_rows_are_timed_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The work runs on a CPU; how long each takes is given."""
+    monkeypatch.setattr(probe, "MANY_BYTES", 2**16)
+    monkeypatch.setattr(probe, "BLOCK_BYTES", 2**12)
+    monkeypatch.setattr(probe, "MANY_COLUMNS", 64)
+    device = CPUDevice()
+    host = torch.arange(2**17, dtype=torch.int32).view(torch.uint8)[: 2**17]
+    host.view(torch.int32).remainder_(2**10)
+    gpu, copied = device.empty(2**16), []
+
+    def rate(work: Callable[[], object], num_bytes: int) -> float:
+        gpu.zero_()
+        work()
+        device.synchronize()
+        copied.append(sorted(gpu.view(-1, 2**12)[:, 0].tolist()))
+        assert num_bytes == 2**16
+        return [44.0, 50.0, 55.0, 40.0][len(copied) - 1]
+
+    monkeypatch.setattr(probe, "_rate", rate)
+    found = probe._many_rates(device, host, host, gpu)
+    assert (found["in_place_many_gb_s"], found["blocks_gb_s"]) == (44.0, 50.0)
+    assert found["block_overhead_s"] == pytest.approx(2**12 * 1e-9 * (1 / 40.0 - 1 / 55.0))
+    whole = sorted(host[: 2**16].view(-1, 2**12)[:, 0].tolist())
+    assert copied == [[0] * 16, whole, whole, whole]
+    assert set(probe._many_rates(device, host, None, gpu).values()) == {None}

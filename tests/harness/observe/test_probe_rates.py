@@ -7,7 +7,7 @@ import torch
 
 from engine.device.cpu import CPUDevice
 from engine.errors import PinningError
-from engine.plan.times import cpu_rates
+from engine.plan.rates import cpu_rates
 from harness.observe import probe
 
 MIB = 2**20
@@ -32,6 +32,7 @@ def test_a_cpu_is_measured_and_planned_with() -> None:
     assert set(found) == NAMES | BESIDE | set(probe.RATES)
     measured = {name: rate for name, rate in found.items() if rate is not None}
     not_on_cpus = {"two_way_gb_s", "copy_overhead_s", "rows_gb_s", "rows_overhead_s", "launch_us"}
+    not_on_cpus |= {"in_place_many_gb_s", "blocks_gb_s", "block_overhead_s"}
     assert set(found) - set(measured) == not_on_cpus
     assert min(measured[name] for name in set(measured) - {"sequence_overhead_s"}) > 0
     rates = cpu_rates().measured(found)
@@ -92,6 +93,9 @@ def test_a_gpu_is_measured_within_what_its_parts_can_do() -> None:
     assert 1 < found["launch_us"] < 100
     assert 0.8 * found["h2d_gb_s"] < found["rows_gb_s"] < 1.05 * found["h2d_gb_s"]
     assert 0 <= found["rows_overhead_s"] < 1e-4
+    assert 0 < found["in_place_many_gb_s"] < 1.05 * found["in_place_gb_s"]
+    assert 0.5 * found["h2d_gb_s"] < found["blocks_gb_s"] < 1.05 * found["h2d_gb_s"]
+    assert 0 <= found["block_overhead_s"] < 1e-3
     assert 0 < found["restore_gb_s"] < found["hbm_copy_gb_s"]
     assert 0 < found["lossless_gb_s"] < 1.1 * found["hbm_copy_gb_s"]
     # Of what was reserved, the workspaces of matrix products stay with their library.

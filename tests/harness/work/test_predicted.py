@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.plan.times import cpu_rates, decode_step_s, prefill_s, shape_of
+from engine.plan.rates import cpu_rates
+from engine.plan.times import decode_step_s, prefill_s, shape_of
 from harness.config.schema import LatencyScenario
 from harness.point.show import summary_lines
 from harness.work.drive import StepTotals
