@@ -238,6 +238,8 @@ def _kernels_of(spec: ModelSpec, plan: MemoryPlan, device: Device) -> set[Any]:
     found: set[Any] = set()
     tables = set() if spec.tie_word_embeddings else {EMBEDDING}
     for tensor in spec.tensors():
+        if tensor.num_experts and spec.architecture.has_expert_biases:
+            continue  # kernels.ops.experts multiplies with them in Triton
         if len(tensor.shape) == 2 and tensor.name not in tables:
             shape = tensor.shape
             if tensor.num_experts:

@@ -447,6 +447,8 @@ class AttentionCall:
         window: a query sees the last `window` keys up to its own; blocks and table entries that lie
             wholly before are not read. None: all keys.
         host: blocks B and above, read where they are; None where all blocks are the cache's.
+        sinks: [N], dtype of q: exp(sink) is added to the denominator of a head's softmax, as if it
+            saw one more key of that score, whose value is zero. None: nothing is added.
     """
 
     q: torch.Tensor
@@ -458,6 +460,7 @@ class AttentionCall:
     out: torch.Tensor
     window: int | None = None
     host: HostCache | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

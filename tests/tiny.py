@@ -97,12 +97,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral_one": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 150,
+            },
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
     "olmoe_all": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}),
 }
 """transformers' class prefix, and what differs from COMMON."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma3")
-EXPERT_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+EXPERT_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss")
 
 
 def hf_model(variant: str, seed: int = 1, **changes: Any) -> Any:
@@ -117,7 +135,9 @@ def hf_model(variant: str, seed: int = 1, **changes: Any) -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.normal_(parameter, 0.0 if "Gemma" in kind else 1.0, 0.2)
-        elif name.endswith("bias"):
+        elif kind == "GptOss" and name.endswith("gate_up_proj"):
+            torch.nn.init.normal_(parameter, 0.0, 0.6)  # some gates and ups are clamped
+        elif name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     model.generation_config.eos_token_id = None
     return model

@@ -332,6 +332,13 @@ _EXPERTS: Final = re.compile(
 """Names of a router and of experts that one tensor has: the layer, and what it is of each."""
 
 
+_INTERLEAVED: Final = re.compile(
+    r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)"
+    r"(?:_(blocks|scales|bias))?"
+)
+"""Names of what all experts of a layer have in one tensor where gates and ups are in turn."""
+
+
 def with_experts(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
     """Return the tensors with those of all experts of a layer as tensors of each expert.
 
@@ -342,6 +349,17 @@ def with_experts(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[st
     if names is None:
         return dict(stored)
     found: dict[str, StoredTensor] = {}
+    if names.is_interleaved:
+        for name, tensor in stored.items():
+            if (match := _INTERLEAVED.fullmatch(name)) and tensor.shape[0] == spec.num_experts:
+                kind = match[3] or "weight"
+                found |= {
+                    f"{match[1]}{expert}.{match[2]}.{kind}": replace(each, shape=tensor.shape[1:])
+                    for expert, each in enumerate(rows_of(tensor, spec.num_experts))
+                }
+            else:
+                found[name] = tensor
+        return found
     for name, tensor in stored.items():
         match = _EXPERTS.fullmatch(name)
         if match is None:
@@ -349,7 +367,7 @@ def with_experts(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[st
         elif match[2]:
             found[f"{match[1]}{names.router}.weight"] = tensor
         elif len(tensor.shape) == 3:
-            parts = [names.gate, names.up] if match[3] == "gate_up" else [names.down]
+            parts = names.gates if match[3] == "gate_up" else (names.down,)
             found |= {
                 f"{match[1]}{part.format(expert)}.weight": each
                 for expert, whole in enumerate(rows_of(tensor, tensor.shape[0]))

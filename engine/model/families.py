@@ -13,23 +13,29 @@ class ExpertNames:
     """What a checkpoint calls the modules of a layer with experts."""
 
     router: str
-    gate: str
-    """With the expert's number in braces, as the next two."""
-    up: str
+    gates: tuple[str, ...]
+    """Those of gates and ups, with the expert's number in braces, as the next. One: each gate is
+    followed by its up."""
     down: str
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether gates and ups are rows of one matrix in turn; plain ones are then transposed."""
+        return len(self.gates) == 1
 
 
 QWEN_EXPERTS = ExpertNames(
     "mlp.gate",
-    "mlp.experts.{}.gate_proj",
-    "mlp.experts.{}.up_proj",
+    ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     "mlp.experts.{}.down_proj",
 )
 MIXTRAL_EXPERTS = ExpertNames(
     "block_sparse_moe.gate",
-    "block_sparse_moe.experts.{}.w1",
-    "block_sparse_moe.experts.{}.w3",
+    ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     "block_sparse_moe.experts.{}.w2",
+)
+GPT_OSS_EXPERTS = ExpertNames(
+    "mlp.router", ("mlp.experts.{}.gate_up_proj",), "mlp.experts.{}.down_proj"
 )
 
 
@@ -78,6 +84,12 @@ class Architecture:
     has_shared_expert: bool = False
     """Beside those that are chosen one expert runs for every token, through a sigmoid of its own.
     """
+    has_expert_biases: bool = False
+    """Router and experts have biases."""
+    has_sinks: bool = False
+    """Each head has a score that it gives to no key."""
+    clamp: tuple[float, float] | None = None
+    """Limit and alpha of the clamped SwiGLU of experts (kernels.ops.experts); None: of none."""
     qkv_bias_key: str = "attention_bias"
     """What config.json calls the bias of attention."""
 
@@ -229,6 +241,42 @@ ARCHITECTURES: dict[str, Architecture] = {
             rms_norm_eps=1e-5,
             num_experts=64,
             num_experts_per_tok=8,
+        ),
+    ),
+    "gpt_oss": Architecture(
+        qkv_bias=None,
+        o_bias=None,
+        sliding_window="pattern",
+        experts=GPT_OSS_EXPERTS,
+        renormalises=True,
+        expert_size_key="intermediate_size",
+        has_expert_biases=True,
+        has_sinks=True,
+        clamp=(7.0, 1.702),
+        defaults=_defaults(
+            201088,
+            2880,
+            hidden_size=2880,
+            num_hidden_layers=36,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=150000.0,
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            sliding_window=128,
+            sliding_window_pattern=2,
+            attention_bias=True,
+            num_local_experts=128,
+            num_experts_per_tok=4,
         ),
     ),
 }
@@ -468,6 +516,9 @@ def _check_supported(
     act = config.get(key, usual)
     if ACTIVATIONS.get(act) != arch.activation:
         raise _wrong(f"expected {key} {usual}, got {act!r}; not supported.")
+    for name, value in zip(("swiglu_limit", "swiglu_alpha"), arch.clamp or (), strict=False):
+        if config.get(name, value) != value:
+            raise _wrong(f"expected {name} {value}, got {config[name]!r}; not supported.")
     for name in UNSUPPORTED:
         if config.get(name):
             raise _wrong(f"expected no {name}, got {config[name]!r}; not supported.")

@@ -275,8 +275,8 @@ def named(model: GGUFModel) -> dict[str, GGUFTensor]:
     if family is not None:
         names = {**names, "ffn_gate_inp": family.router}
         experts = {
-            "ffn_gate_exps": family.gate,
-            "ffn_up_exps": family.up,
+            "ffn_gate_exps": family.gates[0],
+            "ffn_up_exps": family.gates[-1],
             "ffn_down_exps": family.down,
         }
     found: dict[str, GGUFTensor] = {}

@@ -15,14 +15,15 @@ from engine.model.schemes import (
     GGUF_ROWS,
     GGUF_TYPES,
     LINEAR,
+    MXFP4,
     Scheme,
     gguf_scheme,
 )
 
 SUPPORTED: Final = (
     "AWQ (gemm, 4 bits), GPTQ (4 and 8 bits), compressed-tensors (pack-quantized of 4 and 8 bits, "
-    "int-quantized, float-quantized), fp8 (e4m3), bitsandbytes (nf4) and GGUF files (Q4_0, Q4_1, "
-    "Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32)"
+    "int-quantized, float-quantized), fp8 (e4m3), bitsandbytes (nf4), MXFP4 (experts of gpt_oss) "
+    "and GGUF files (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32)"
 )
 """What is said of every checkpoint that is refused."""
 
@@ -51,8 +52,9 @@ def read_quantization(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise _refused(f"expected an object, got {type(found).__name__}")
     method = found.get("quant_method", "unknown")
-    if method not in _READERS:
-        raise _refused(f"got quant_method={method!r}")
+    is_gpt_oss = config.get("model_type") == "gpt_oss"
+    if method not in _READERS or (method == MXFP4) != is_gpt_oss:
+        raise _refused(f"got quant_method={method!r} with model_type={config.get('model_type')!r}")
     read = _READERS[method](found, dtype if dtype in FORMATS else "float16")
     if method in {"awq", "gptq"} and {"num_experts", "num_local_experts"} & config.keys():
         # Their quantisers leave routers as they are, and do not say so.
@@ -245,6 +247,14 @@ def _read_bitsandbytes(found: Mapping[str, Any], dtype: str) -> Quantisation:
     return Quantisation("bitsandbytes", (((LINEAR,), scheme),), ignore)
 
 
+def _read_mxfp4(found: Mapping[str, Any], dtype: str) -> Quantisation:
+    """Read what gpt-oss has: experts alone. A scale, a power of two, is exact in bfloat16."""
+    del dtype
+    _names(found, "modules_to_not_convert")
+    scheme = Scheme(MXFP4, 4, 32, "bfloat16", symmetric=True)
+    return Quantisation(MXFP4, (((r"re:.*\.experts\.",), scheme),))
+
+
 def _read_gguf(found: Mapping[str, Any], dtype: str) -> Quantisation:
     """Read what engine/model/gguf.py says of a file."""
     del dtype
@@ -280,6 +290,7 @@ _READERS: Final = MappingProxyType(
     {
         "gguf": _read_gguf,
         "bitsandbytes": _read_bitsandbytes,
+        MXFP4: _read_mxfp4,
         "awq": _read_awq,
         "gptq": _read_gptq,
         "compressed-tensors": _read_compressed,

@@ -29,10 +29,13 @@ from engine.model.formats import (
 from engine.model.schemes import (
     BITS,
     ELEMENT_BYTES,
+    EXPERT_BIAS,
+    EXPERT_ROWS,
     GGUF_NORM,
     GGUF_ROWS,
     LAYOUTS,
     LINEAR,
+    MXFP4,
     ROUNDED,
     TILE,
     TILE_ROWS,
@@ -43,8 +46,9 @@ from engine.model.schemes import (
     why_not,
 )
 
-DUMMIES: Final = ("bytes", "float8", "order", "noise", "table")
-"""Random bytes; draws in float8; the numbers of the elements; what plain weights have; nf4's."""
+DUMMIES: Final = ("bytes", "float8", "order", "noise", "nf4", MXFP4)
+"""Random bytes; draws in float8; the numbers of the elements; what plain weights have; tables of
+layouts."""
 _SPREAD: Final = MappingProxyType({"uint4": 4.6, "uint5": 9.2, "uint6": 18.5, "uint8": 73.9})
 """Standard deviation of values that are random bits."""
 _STD: Final = 0.02
@@ -67,7 +71,7 @@ class Source:
     row: int
     """The first row in the views."""
     heads: int = 0
-    """Heads whose rows are put into another order; 0: they are not."""
+    """Heads whose rows are put into another order: those of even numbers first; 0: they are not."""
 
     @property
     def num_bytes(self) -> int:
@@ -174,7 +178,8 @@ class Grouped(UnpackedFormat):
         if arrays.kind == "float8_e4m3fn":
             yield from (("values", "float8"), ("scale", 1.0))
             return
-        scale = _STD / _SPREAD.get(arrays.kind, 0.6)
+        spread = 2.56 if self.scheme.layout == MXFP4 else 0.6  # 2.93 in the mean of all values
+        scale = _STD / _SPREAD.get(arrays.kind, spread)
         middle = (
             (2 ** int(arrays.kind.removeprefix("uint")) - 1) / 2 if "uint" in arrays.kind else 0
         )
@@ -186,7 +191,7 @@ class Grouped(UnpackedFormat):
             "subscale": _DUMMY_PART,
             "sublow": _DUMMY_PART,
             "columns": "order",
-            "table": "table",
+            "table": self.scheme.layout,
         }
         for view in self.views(tensor):
             yield view.name, values.get(view.name, "bytes")
@@ -219,7 +224,7 @@ class Grouped(UnpackedFormat):
 
 @dataclass(frozen=True)
 class Rewritten(UnpackedFormat):
-    """Plain elements of a GGUF file that are put into another order, or have 1 subtracted."""
+    """Plain elements that are put into another order, or have 1 subtracted."""
 
     scheme: Scheme
     dtype: str
@@ -398,6 +403,8 @@ def sources_of(scheme: Scheme, part: ParamSpec, row: int) -> Iterator[Source]:
     stored, (rows, columns) = _stored(scheme, part), _matrix(part)
     ending = module_of(part).rpartition(".")[2]
     heads = dict(zip(("q_proj", "k_proj"), scheme.heads, strict=True)).get(ending, 0)
+    if ending == INTERLEAVED and scheme.layout in {EXPERT_ROWS, EXPERT_BIAS, MXFP4}:
+        heads = 1
     whole = Source(scheme, (rows, columns), stored, "", row, heads)
     step = max(1, _BLOCK_ELEMENTS // columns // TILE_ROWS) * TILE_ROWS
     if not (scheme.gguf_type or scheme.layout == ROUNDED) or heads or step >= rows:
@@ -408,6 +415,26 @@ def sources_of(scheme: Scheme, part: ParamSpec, row: int) -> Iterator[Source]:
         stop = min(rows, start + step)
         read = ((suffix, parameter.rows(start, stop)),)
         yield replace(whole, shape=(stop - start, columns), parameters=read, row=row + start)
+
+
+INTERLEAVED: Final = "gate_up_proj"
+"""How names of experts end whose gates and ups are rows in turn."""
+
+
+def interleaved(tensors: Iterable[TensorSpec], dtype: str) -> dict[str, Format]:
+    """Return the formats of plain experts of a checkpoint that has gates and ups in turn.
+
+    Args:
+        tensors: Of the model.
+        dtype: That the engine computes in.
+    """
+    found: dict[str, Format] = {}
+    for tensor in tensors:
+        if tensor.num_experts and len(tensor.shape) == 2:
+            found[tensor.name] = Rewritten(Scheme(EXPERT_ROWS, 16, 0, dtype), dtype)
+        elif tensor.num_experts and module_of(tensor.parts[0]).endswith(INTERLEAVED):
+            found[tensor.name] = Rewritten(Scheme(EXPERT_BIAS, 16, 0, dtype), dtype)
+    return found
 
 
 @dataclass(frozen=True)
@@ -559,7 +586,7 @@ def _fit(tensor: TensorSpec, scheme: Scheme) -> bool:
     return whole and not scheme.ordered
 
 
-ROUTERS: Final = (r"re:.*\.gate$", r"re:.*\.shared_expert_gate$")
+ROUTERS: Final = (r"re:.*\.gate$", r"re:.*\.shared_expert_gate$", r"re:.*\.router$")
 """Modules that choose experts."""
 
 
@@ -593,8 +620,8 @@ UNUSED: Final = MappingProxyType(
 
 
 def module_of(part: ParamSpec) -> str:
-    """Return the name of the module whose weight a parameter is."""
-    return part.name.removesuffix(".weight")
+    """Return the name of the module whose weight or bias a parameter is."""
+    return part.name.removesuffix(".weight").removesuffix(".bias")
 
 
 def any_expert(module: str) -> str:

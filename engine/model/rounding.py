@@ -33,7 +33,7 @@ def weight_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mapping
         dtype: That the engine computes in.
 
     Raises:
-        ConfigError: The checkpoint is quantised already.
+        ConfigError: The checkpoint is quantised already, or keeps experts in another order.
     """
     if quantize is None:
         return spec.formats(dtype)
@@ -42,6 +42,12 @@ def weight_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mapping
             f"model.quantize={quantize}: expected a checkpoint of plain weights, got one that is "
             f"quantised ({spec.quantization['method']}). Remove model.quantize, or choose the "
             "bfloat16, float16 or float32 checkpoint."
+        )
+    if spec.formats(dtype):
+        raise ConfigError(
+            f"model.quantize={quantize}: expected matrices row after row, got experts of "
+            f"{spec.model_type} in another order; not supported. Remove model.quantize, or choose "
+            "the MXFP4 checkpoint."
         )
     scheme = Scheme(ROUNDED, BITS[quantize], GROUP, spec.dtype)
     rounded = Quantisation(quantize, (((LINEAR,), scheme),), ("lm_head", *ROUTERS))

@@ -40,6 +40,11 @@ GGUF_NORM: Final = "gguf-norm"
 """Weights of norms to which a GGUF file has 1 added."""
 ROUNDED: Final = "int"
 """Integers that a load makes of plain rows; no checkpoint has them (model.quantize)."""
+EXPERT_ROWS: Final = "expert-rows"
+"""Plain experts whose matrices are transposed, each gate before its up."""
+EXPERT_BIAS: Final = "expert-bias"
+"""Biases of gates and ups, each gate's before its up's."""
+MXFP4: Final = "mxfp4"
 LINEAR: Final = "Linear"
 """A target that every matrix of a layer and the head match."""
 
@@ -76,7 +81,7 @@ class Scheme:
     @property
     def name(self) -> str:
         """Name in plans and records."""
-        is_whole = self.layout.startswith(("gguf", "nf4"))
+        is_whole = self.layout.startswith(("gguf", "nf4", MXFP4))
         return self.layout if is_whole else f"{self.layout}{self.bits}"
 
     @property
@@ -240,6 +245,28 @@ def _norm(_: Scheme, rows: int, columns: int) -> Arrays:
     return Arrays("", (("weight", (rows,), None),))
 
 
+def _expert_rows(_: Scheme, rows: int, columns: int) -> Arrays:
+    return Arrays("", (("weight", (columns, rows), None),))
+
+
+def _expert_bias(_: Scheme, rows: int, columns: int) -> Arrays:
+    del columns
+    return Arrays("", (("bias", (rows,), None),))
+
+
+def _mxfp4(scheme: Scheme, rows: int, columns: int) -> Arrays:
+    """Return what is kept of blocks of 32 e2m1 values, two a byte, with a scale of e8m0 each."""
+    groups = groups_of(scheme, columns)
+    return Arrays(
+        "table4",
+        (
+            ("blocks", (rows, groups, scheme.group // 2), "uint8"),
+            ("scales", (rows, groups), "uint8"),
+        ),
+        has=("table",),
+    )
+
+
 def _rounded(scheme: Scheme, rows: int, columns: int) -> Arrays:
     return Arrays(f"uint{scheme.bits}", (("weight", (rows, columns), None),), has=("zero",))
 
@@ -250,6 +277,9 @@ LAYOUTS: Final = MappingProxyType(
         **dict.fromkeys(_GGUF_LAYOUTS, _gguf),
         GGUF_ROWS: _plain,
         GGUF_NORM: _norm,
+        EXPERT_ROWS: _expert_rows,
+        EXPERT_BIAS: _expert_bias,
+        MXFP4: _mxfp4,
         "awq": _awq,
         "gptq": _gptq,
         "nf4": _nf4,
@@ -266,6 +296,9 @@ BITS: Final = MappingProxyType(
         ROUNDED: (4, 8),
         GGUF_ROWS: (16,),
         GGUF_NORM: (32,),
+        EXPERT_ROWS: (16,),
+        EXPERT_BIAS: (16,),
+        MXFP4: (4,),
         "awq": (4,),
         "nf4": (4,),
         "gptq": (4, 8),
@@ -288,7 +321,7 @@ def arrays_of(scheme: Scheme, rows: int, columns: int) -> Arrays:
 def why_not(scheme: Scheme, rows: int, columns: int) -> str:
     """Return why a matrix cannot be stored so; nothing if it can."""
     size, unit = scheme.group, 32 // scheme.bits
-    if (scheme.gguf_type or scheme.layout == "nf4") and columns % size:
+    if (scheme.gguf_type or scheme.layout in {"nf4", MXFP4}) and columns % size:
         return f"a multiple of {size} columns, got {columns}"
     if size < 0 or (size and size not in {16, 32, columns} and size % TILE):
         return f"groups of 16, 32, a multiple of {TILE} or all columns, got {size}"

@@ -27,7 +27,7 @@ from engine.model.formats import (
     TensorFormats,
     TensorSpec,
 )
-from engine.model.quantised import Quantisation
+from engine.model.quantised import Quantisation, interleaved
 from engine.sealed import Sealed, check_choice, check_flag, check_number, number
 
 DTYPES = tuple(FORMATS)
@@ -46,6 +46,8 @@ NORMS = {
 """Norms of a layer's hidden states."""
 W13, W2 = "mlp.experts.w13_weight", "mlp.experts.w2_weight"
 """Matrices of all experts of a layer: gates and ups, and what follows them."""
+W13_BIAS, W2_BIAS = "mlp.experts.w13_bias", "mlp.experts.w2_bias"
+"""Biases of their products."""
 
 
 @dataclass(kw_only=True)
@@ -118,7 +120,8 @@ class ModelSpec(Sealed):
             )
         self._check_experts()
         check_choice("model.spec.dtype", self.dtype, DTYPES)
-        self.formats(self.dtype)
+        if self.quantization:
+            self.formats(self.dtype)
         self._check_window()
         self._check_rope_scaling()
 
@@ -282,6 +285,9 @@ class ModelSpec(Sealed):
         qkv = {f"{att}q_proj": q, f"{att}k_proj": kv, f"{att}v_proj": kv}
         yield from linear(f"{att}qkv_proj", qkv, hidden, self._has_bias(arch.qkv_bias))
         yield from linear(f"{att}o_proj", {f"{att}o_proj": hidden}, q, self._has_bias(arch.o_bias))
+        if arch.has_sinks:
+            sinks = ParamSpec(f"{prefix}{att}sinks", (self.num_attention_heads,))
+            yield TensorSpec(sinks.name, (sinks,))
         if arch.qk_norm != "none":
             head = arch.qk_norm == "head"
             yield vector(f"{att}q_norm", self.head_dim if head else q)
@@ -304,22 +310,31 @@ class ModelSpec(Sealed):
         assert names is not None
         hidden, ffn = self.hidden_size, self.moe_intermediate_size
 
-        def param(name: str, rows: int, columns: int) -> ParamSpec:
-            return ParamSpec(f"{prefix}{name}.weight", (rows, columns))
+        def param(name: str, *shape: int) -> ParamSpec:
+            kind = "weight" if len(shape) == 2 else "bias"
+            return ParamSpec(f"{prefix}{name}.{kind}", shape)
 
         router = param(names.router, experts, hidden)
         yield TensorSpec(f"{prefix}mlp.gate.weight", (router,))
+        has_biases = self.architecture.has_expert_biases
+        if has_biases:
+            yield TensorSpec(f"{prefix}mlp.gate.bias", (param(names.router, experts),))
         if self.architecture.has_shared_expert:
             gate = param("mlp.shared_expert_gate", 1, hidden)
             yield TensorSpec(gate.name, (gate,))
-        w13 = [
-            param(name.format(expert), ffn, hidden)
-            for expert in range(experts)
-            for name in (names.gate, names.up)
-        ]
+        both = 2 * ffn // len(names.gates)
+        gates = [name.format(expert) for expert in range(experts) for name in names.gates]
+        downs = [names.down.format(expert) for expert in range(experts)]
+        w13, w2 = (
+            (param(name, both, hidden) for name in gates),
+            (param(name, hidden, ffn) for name in downs),
+        )
         yield TensorSpec(f"{prefix}{W13}", tuple(w13), experts)
-        w2 = (param(names.down.format(expert), hidden, ffn) for expert in range(experts))
         yield TensorSpec(f"{prefix}{W2}", tuple(w2), experts)
+        if has_biases:
+            w13, w2 = (param(name, both) for name in gates), (param(name, hidden) for name in downs)
+            yield TensorSpec(f"{prefix}{W13_BIAS}", tuple(w13), experts)
+            yield TensorSpec(f"{prefix}{W2_BIAS}", tuple(w2), experts)
 
     def _has_bias(self, rule: bool | None) -> bool:
         return self.attention_bias if rule is None else rule
@@ -342,7 +357,7 @@ class ModelSpec(Sealed):
         yield from outer[1:]
 
     def formats(self, dtype: str, rounded: Quantisation | None = None) -> Mapping[str, Format]:
-        """Return the formats of the tensors that are quantised, by name.
+        """Return the formats of the tensors that are quantised or stored in another order, by name.
 
         Args:
             dtype: That the engine computes in.
@@ -351,12 +366,16 @@ class ModelSpec(Sealed):
         Raises:
             ConfigError: A matrix has sizes that its scheme cannot keep.
         """
-        if rounded is None and not self.quantization:
+        names, how = self.architecture.experts, rounded
+        if how is None and self.quantization:
+            how = self.quantisation
+        is_interleaved = names is not None and names.is_interleaved
+        if how is None and not is_interleaved:
             return NO_FORMATS
         key = dtype, rounded
         if key not in self._formats:
-            how = rounded or self.quantisation
-            self._formats[key] = how.formats(self.tensors(), dtype)
+            found = interleaved(self.tensors(), dtype) if is_interleaved else {}
+            self._formats[key] = found | (how.formats(self.tensors(), dtype) if how else {})
         return self._formats[key]
 
     @cached_property

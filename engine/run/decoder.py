@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.device.base import Device
 from engine.kv.memory import KVCache
 from engine.model.formats import EMBEDDING, HEAD, Products
-from engine.model.spec import W2, W13, ModelSpec
+from engine.model.spec import W2, W2_BIAS, W13, W13_BIAS, ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import pad_batch
 from engine.run.inputs import Batch
@@ -254,6 +254,7 @@ class Decoder:
             spec.attention_scale,
             out,
             layer.window,
+            sinks=weights.get("self_attn.sinks"),
         )
         self._attend(batch, index, call)
         return layer.out(
@@ -318,8 +319,12 @@ class Decoder:
         ids, shares = self._route(batch, weights, index, hidden)
         products = hidden.new_empty((*ids.shape, self.spec.hidden_size))
         routed: RoutedExperts | None = weights.get(ROUTED)
+        arch, biases = self.spec.architecture, None
+        if arch.has_expert_biases:
+            biases = weights[W13_BIAS], weights[W2_BIAS]
         for blocks in (ids,) if routed is None else routed.parts(ids):
-            experts.experts_products(hidden, weights[W13], weights[W2], blocks, products)
+            operands = weights[W13], weights[W2], blocks, products
+            experts.experts_products(hidden, *operands, biases=biases, clamp=arch.clamp)
         shared = logits = None
         shared_gate = self.layers[index].shared_gate
         if shared_gate is not None:
@@ -334,7 +339,8 @@ class Decoder:
         """Return the experts of each token, int32 [T, k], of padding -1, and their weights."""
         spec, layer = self.spec, self.layers[index]
         assert layer.router is not None
-        logits = layer.router(hidden, weights["mlp.gate.weight"], workspace=self.workspace)
+        bias = weights.get("mlp.gate.bias")
+        logits = layer.router(hidden, weights["mlp.gate.weight"], bias, workspace=self.workspace)
         ids, shares = experts.route(
             logits,
             spec.num_experts_per_tok,
@@ -354,7 +360,8 @@ def _part(
     """Return the call of some tokens of a step, those of some rows of its block tables."""
     tables, lens = step.block_tables[rows], step.seq_lens[rows]
     q, out, scale, window = step.q[tokens], step.out[tokens], step.scale, step.window
-    return AttentionCall(q, step.k_cache, step.v_cache, tables, lens, scale, out, window, host)
+    caches = step.k_cache, step.v_cache
+    return AttentionCall(q, *caches, tables, lens, scale, out, window, host, step.sinks)
 
 
 def _layers(spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> tuple[DecoderLayer, ...]:

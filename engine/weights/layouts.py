@@ -12,7 +12,15 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.model.quantised import Source
-from engine.model.schemes import GGUF_NORM, GGUF_ROWS, GGUF_TYPES, ROUNDED
+from engine.model.schemes import (
+    EXPERT_BIAS,
+    EXPERT_ROWS,
+    GGUF_NORM,
+    GGUF_ROWS,
+    GGUF_TYPES,
+    MXFP4,
+    ROUNDED,
+)
 from kernels.ops import quantised
 
 Arrays = dict[str, torch.Tensor]
@@ -25,6 +33,9 @@ NF4: Final = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """The values of bitsandbytes' nf4."""
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+TABLES: Final = MappingProxyType({"nf4": NF4, MXFP4: (*_E2M1, *(-each for each in _E2M1))})
+"""The values that 4 bits choose from, by layout."""
 _NESTED_BLOCK: Final = 256
 """Scales that have a scale of their own there."""
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -233,8 +244,29 @@ def _unrotated(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Put rows that rotate together, which follow each other, half a head apart."""
     if not heads:
         return rows
-    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _mxfp4(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    rows = _unrotated(stored["blocks"], source.heads)
+    exponents = _unrotated(stored["scales"], source.heads)
+    values = torch.stack([rows & 15, rows >> 4], -1).flatten(1)
+    return {
+        "values": values,
+        "scale": torch.ldexp(
+            torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127
+        ),
+        "table": torch.tensor(TABLES[MXFP4]),
+    }
+
+
+def _expert_rows(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    return {"": _unrotated(stored["weight"].T, source.heads)}
+
+
+def _expert_bias(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+    return {"": _unrotated(stored["bias"], source.heads)}
 
 
 def _gguf_rows(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
@@ -324,6 +356,9 @@ _MAKERS: Final[Mapping[str, Callable[[Source, Mapping[str, torch.Tensor]], Array
             ROUNDED: _rounded,
             GGUF_ROWS: _gguf_rows,
             GGUF_NORM: _gguf_norm,
+            EXPERT_ROWS: _expert_rows,
+            EXPERT_BIAS: _expert_bias,
+            MXFP4: _mxfp4,
             "awq": _awq,
             "nf4": _nf4,
             "gptq": _gptq,

@@ -599,8 +599,8 @@ class DummyWeights:
                 )
                 for part, values in _spread(draws.view(-1), pool, start):
                     part.copy_(values)
-            elif value == "table":
-                target.copy_(torch.tensor(layouts.NF4))
+            elif isinstance(value, str) and value in layouts.TABLES:
+                target.copy_(torch.tensor(layouts.TABLES[value]))
             elif value == "order":
                 target.copy_(torch.arange(target.numel()))
             else:

@@ -196,6 +196,8 @@ def _check_call(name: str, call: AttentionCall) -> None:
         raise KernelArgumentError(f"{name}.window", "None or at least 1 token", f"{call.window}")
     if call.host is not None:
         check_host(f"{name}.host", call.host, k_cache, call.v_cache)
+    if call.sinks is not None:
+        check_tensor(f"{name}.sinks", call.sinks, (num_heads,), dtype, device)
 
 
 def _check_decode(name: str, call: AttentionCall) -> None:

@@ -16,6 +16,9 @@ from kernels.sizes import MAX_SMALL_TOKENS
 # Triton and the CUDA kernels are imported by the first call on a GPU.
 # ruff: noqa: PLC0415
 
+Biases = tuple[torch.Tensor, torch.Tensor]
+"""Of the products with w13 and with w2."""
+
 
 def route(
     logits_TE: torch.Tensor,
@@ -76,6 +79,8 @@ def experts_products(
     out_TkD: torch.Tensor,
     *,
     is_gelu: bool = False,
+    biases: Biases | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> None:
     """Write what each expert of each token makes of it: act(x @ gate.T) * (x @ up.T) @ down.T.
 
@@ -92,6 +97,10 @@ def experts_products(
             -1: nothing is written.
         out_TkD: [T, k, D], dtype of x, contiguous; written.
         is_gelu: the activation is gelu, approximated by tanh, and not silu.
+        biases: of the products with w13 and with w2, one value for each of their rows, dtype of x,
+            contiguous. None: there are none.
+        clamp: limit and alpha: in place of act(gate) * up it is gate * sigmoid(alpha * gate) *
+            (up + 1), with gate at most limit and up from -limit to limit. None: it is not.
     """
     check_float("experts_products.x", x_TD)
     check_dims("experts_products.x", x_TD, "TD")
@@ -103,10 +112,12 @@ def experts_products(
     out_shape = (*slots_shape, hidden)
     check_tensor("experts_products.out", out_TkD, out_shape, x_TD.dtype, device)
     _check_weights(x_TD, w13, w2)
-    if not x_TD.is_cuda:
-        ref.experts_products(x_TD, w13, w2, slots_Tk, out_TkD, is_gelu=is_gelu)
-    elif slots_Tk.numel():
-        _on_gpu(x_TD, w13, w2, slots_Tk.contiguous(), out_TkD, is_gelu=is_gelu)
+    for bias, weight in zip(biases or (), (w13, w2), strict=False):
+        check_tensor("experts_products.biases", bias, weight.shape[:1], x_TD.dtype, device)
+    run = _on_gpu if x_TD.is_cuda else ref.experts_products
+    if slots_Tk.numel():
+        slots = slots_Tk.contiguous()
+        run(x_TD, w13, w2, slots, out_TkD, is_gelu=is_gelu, biases=biases, clamp=clamp)
 
 
 def experts_sum(
@@ -157,6 +168,8 @@ def _on_gpu(
     out_TkD: torch.Tensor,
     *,
     is_gelu: bool,
+    biases: Biases | None,
+    clamp: tuple[float, float] | None,
 ) -> None:
     """Run both products: with few tokens weights are restored in registers, with many before."""
     from kernels.cuda import experts as cuda
@@ -165,16 +178,20 @@ def _on_gpu(
     (num_tokens, top_k), ffn = slots_Tk.shape, w2.shape[1]
     hidden = x_TD.new_empty((num_tokens * top_k, ffn))
     out = out_TkD.view(num_tokens * top_k, -1)
-    if cuda.can_run(x_TD, w13, w2, ffn):
+    bias13, bias2 = biases or (None, None)
+    is_plain = biases is None and clamp is None
+    if is_plain and cuda.can_run(x_TD, w13, w2, ffn):
         cuda.product(x_TD, w13, slots_Tk, hidden, is_gated=True, is_gelu=is_gelu)
         cuda.product(hidden, w2, slots_Tk, out, is_gated=False)
     elif num_tokens <= MAX_SMALL_TOKENS:
-        triton.few(x_TD, _plain(w13), slots_Tk, hidden, is_gated=True, is_gelu=is_gelu)
-        triton.few(hidden, _plain(w2), slots_Tk, out, is_gated=False)
+        gate = triton.Gate(is_gelu, clamp)
+        triton.few(x_TD, _plain(w13), slots_Tk, hidden, bias13, gate)
+        triton.few(hidden, _plain(w2), slots_Tk, out, bias2)
     else:
         pairs = triton.sort_pairs(slots_Tk, w13.shape[0] // (2 * ffn), x_TD.dtype)
-        triton.many(x_TD, _plain(w13), pairs, top_k, hidden, is_gated=True, is_gelu=is_gelu)
-        triton.many(hidden, _plain(w2), pairs, top_k, out, is_gated=False)
+        gate = triton.Gate(is_gelu, clamp)
+        triton.many(x_TD, _plain(w13), pairs, top_k, hidden, bias13, gate)
+        triton.many(hidden, _plain(w2), pairs, top_k, out, bias2)
 
 
 def _plain(weight: ref.Weight) -> torch.Tensor:

@@ -41,7 +41,7 @@ def paged_decode_attention(call: AttentionCall) -> None:
         ):
             end = min(begin + DECODE_SPLIT_TOKENS, seq_len)
             splits.append(_attend_split(call, index, max(begin, first), end))
-        call.out[index] = _sum_of_splits(*map(torch.stack, zip(*splits, strict=True)))
+        call.out[index] = _sum_of_splits(call, *map(torch.stack, zip(*splits, strict=True)))
 
 
 def paged_decode_part(call: AttentionCall, part: DecodePart) -> None:
@@ -55,7 +55,9 @@ def paged_decode_part(call: AttentionCall, part: DecodePart) -> None:
         if part.is_last:
             count = decode_num_splits(seq_len)
             parts, lse = partial[index].transpose(0, 1), logsumexp[index].t()
-            call.out[index] = _sum_of_splits(parts[:count].contiguous(), lse[:count].contiguous())
+            call.out[index] = _sum_of_splits(
+                call, parts[:count].contiguous(), lse[:count].contiguous()
+            )
 
 
 def _attend_split(
@@ -74,8 +76,13 @@ def _attend_split(
     return attended.reshape(-1, head_size), (row_max + row_sum.log2()).flatten()
 
 
-def _sum_of_splits(partial_CNH: torch.Tensor, lse_CN: torch.Tensor) -> torch.Tensor:
+def _sum_of_splits(
+    call: AttentionCall, partial_CNH: torch.Tensor, lse_CN: torch.Tensor
+) -> torch.Tensor:
     """Add the results of splits in their order, [N, H], each by its softmax denominator."""
+    if call.sinks is not None:  # one more split, of the key that is not there
+        partial_CNH = torch.cat([partial_CNH, torch.zeros_like(partial_CNH[:1])])
+        lse_CN = torch.cat([lse_CN, call.sinks.float()[None] * _LOG2_E])
     if partial_CNH.shape[0] == 1:
         return partial_CNH[0]
     weights = torch.exp2(lse_CN - lse_CN.amax(0))
@@ -113,7 +120,7 @@ def paged_prefill_part(
             running = _Running.load(state, rows, num_kv_heads) if part.begin_key else _Running()
             running.attend(call.q[rows], keys, position + chunk - first, call.scale, call.window)
             if part.is_last:
-                call.out[rows] = running.result()
+                call.out[rows] = running.result(call.sinks)
             else:
                 running.store(state, rows)
 
@@ -156,10 +163,13 @@ class _Running:
         state.row_sum[rows] = _by_token(row_sum.unsqueeze(3))[..., 0]
         state.acc[rows] = _by_token(acc)
 
-    def result(self) -> torch.Tensor:
+    def result(self, sinks_N: torch.Tensor | None) -> torch.Tensor:
         """Return what was attended to, [n, N, H]."""
         assert self.sums is not None
-        _, row_sum, acc = self.sums
+        row_max, row_sum, acc = self.sums
+        if sinks_N is not None:
+            sinks = sinks_N.float().view(len(row_max), -1, 1)
+            row_sum = row_sum + torch.exp(sinks - row_max)
         return _by_token(acc / row_sum.unsqueeze(3))
 
     def attend(

@@ -1,5 +1,7 @@
 """Twins of operators of mixtures of experts."""
 
+from functools import partial
+
 import torch
 
 from kernels.arguments import Codes, Quantised
@@ -43,17 +45,37 @@ def experts_products(
     out_TkD: torch.Tensor,
     *,
     is_gelu: bool = False,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> None:
     """Twin of kernels.ops.experts.experts_products."""
     rows, down_rows, top_k = 2 * w2.shape[1], x_TD.shape[1], slots_Tk.shape[1]
     slots, out = slots_Tk.reshape(-1), out_TkD.view(-1, down_rows)
-    gated = linear.linear_gelu_mul if is_gelu else linear.linear_silu_mul
+    gated = linear.gelu_mul if is_gelu else linear.silu_mul
+    if clamp is not None:
+        gated = partial(_clamped_swiglu, clamp=clamp)
+    bias13, bias2 = (None, None) if biases is None else biases
     for slot in sorted(set(slots.tolist())):
         if slot < 0:
             continue
         pairs = (slots == slot).nonzero().squeeze(1)
-        hidden = gated(x_TD[pairs // top_k], _block(w13, slot, rows))
-        out[pairs] = linear.linear(hidden, _block(w2, slot, down_rows))
+        both = linear.linear(
+            x_TD[pairs // top_k], _block(w13, slot, rows), _of_block(bias13, slot, rows)
+        )
+        block, bias = _block(w2, slot, down_rows), _of_block(bias2, slot, down_rows)
+        out[pairs] = linear.linear(gated(both), block, bias)
+
+
+def _clamped_swiglu(gate_up_T2F: torch.Tensor, clamp: tuple[float, float]) -> torch.Tensor:
+    """Return what experts_products says of gates and then ups with `clamp`."""
+    (limit, alpha), (gate, up) = clamp, gate_up_T2F.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up_T2F.dtype)
+
+
+def _of_block(bias: torch.Tensor | None, slot: int, num_rows: int) -> torch.Tensor | None:
+    """Return one expert's part of a bias."""
+    return None if bias is None else bias[slot * num_rows : (slot + 1) * num_rows]
 
 
 def _block(weight: Weight, slot: int, num_rows: int) -> torch.Tensor:

@@ -18,6 +18,15 @@ def gated(gate, up, IS_GELU: tl.constexpr):
 
 
 @triton.jit
+def clamped_swiglu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return gate * sigmoid(ALPHA * gate) * (up + 1), both clamped first; all float32."""
+    gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+
+
+@triton.jit
 def _gated_kernel(
     gate_up, out, stride_row, F: tl.constexpr, BLOCK_F: tl.constexpr, IS_GELU: tl.constexpr
 ):

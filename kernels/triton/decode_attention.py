@@ -19,6 +19,7 @@ from kernels.arguments import (
     decode_workspace,
 )
 from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.sinks import sink_weights
 from kernels.triton.tiers import block_starts
 from kernels.triton.tiles import DecodeTile, decode_tile
 
@@ -41,9 +42,12 @@ def _sum_of_splits(
     begin_split,
     num_splits,
     mask,
+    sinks,
+    heads,
     SUM_ROWS: tl.constexpr,
     H_PADDED: tl.constexpr,
     SPLITS_PER_STEP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Add the partial results [SUM_ROWS, H] of all splits, weighted by their softmax denominators.
 
@@ -68,6 +72,8 @@ def _sum_of_splits(
             total = total * shrink + weight
             acc = acc * shrink[:, None] + part * weight[:, None]
             running_max = new_max
+    if HAS_SINKS:
+        total += sink_weights(sinks, heads, heads >= 0, running_max)
     return acc / total[:, None]
 
 
@@ -97,6 +103,7 @@ def _decode_kernel(
     partial,
     logsumexp,
     counters,
+    sinks,
     out,
     scale_log2,
     part_begin,
@@ -133,6 +140,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     TIERED: tl.constexpr,
     PART: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Splits part_begin to part_end - 1 with PART, whose sum is added if is_last; else all."""
@@ -238,6 +246,9 @@ def _decode_kernel(
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
             row_max = new_max
 
+        if HAS_SINKS:  # noqa: SIM102  one is known when this is compiled, the other when it runs
+            if num_splits - begin_split == 1:
+                row_sum += sink_weights(sinks, heads, is_row, row_max)
         attended = acc / row_sum[:, None]
         if num_splits - begin_split == 1:
             tl.store(out_at, attended.to(out.dtype.element_ty), mask=is_element)
@@ -268,9 +279,12 @@ def _decode_kernel(
                 begin_split,
                 num_splits,
                 is_summed,
+                sinks,
+                safe_heads,
                 SUM_ROWS=SUM_ROWS,
                 H_PADDED=H_PADDED,
                 SPLITS_PER_STEP=SPLITS_PER_STEP,
+                HAS_SINKS=HAS_SINKS,
             )
             sum_at = out + seq * stride_out_seq + sum_heads[:, None] * stride_out_head
             summed = attended.to(out.dtype.element_ty)
@@ -349,6 +363,7 @@ def _launch(
         partial,
         logsumexp,
         workspace.counters,
+        out if call.sinks is None else call.sinks,
         out,
         call.scale * _LOG2_E,
         0 if part is None else part.begin_key // tile.split,
@@ -385,6 +400,7 @@ def _launch(
         WINDOW=call.window or 0,
         TIERED=call.host is not None,
         PART=part is not None,
+        HAS_SINKS=call.sinks is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch_options(q_SNH.device),

@@ -10,14 +10,14 @@ whatever else there is. Of more tokens pairs are sorted by slot, and a program t
 of one slot.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.sizes import MAX_SMALL_TOKENS
-from kernels.triton.activation import gated
+from kernels.triton.activation import clamped_swiglu, gated
 from kernels.triton.dependent import launch_options, release, wait
 from kernels.triton.tiles import grouped_tile, pairs_of_tile
 
@@ -237,20 +237,32 @@ def _rows_of(slot, N, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
 
 
 @triton.jit
+def _activated(gate, up, IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return what a gate and an up make; of a LIMIT of 0 without a clamp."""
+    result = gated(gate, up, IS_GELU)
+    if LIMIT > 0:
+        result = clamped_swiglu(gate, up, LIMIT, ALPHA)
+    return result
+
+
+@triton.jit
 def _store(
-    acc, out, pairs, is_member, N, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    IS_GATED: tl.constexpr, IS_GELU: tl.constexpr,
+    acc, bias, out, rows, pairs, is_member, N, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of a group of tokens, [BLOCK_N, GROUP], with the gate where there is one."""
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     result = acc
+    if HAS_BIAS:
+        result += tl.load(bias + rows).to(tl.float32)[:, None]
     if IS_GATED:
-        both = tl.permute(tl.reshape(acc, [2, OUTPUTS, GROUP]), (1, 2, 0))
+        both = tl.permute(tl.reshape(result, [2, OUTPUTS, GROUP]), (1, 2, 0))
         gate, up = tl.split(both)
         # Rounded as the product alone would be.
         gate = gate.to(out.dtype.element_ty).to(tl.float32)
         up = up.to(out.dtype.element_ty).to(tl.float32)
-        result = gated(gate, up, IS_GELU)
+        result = _activated(gate, up, IS_GELU, LIMIT, ALPHA)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     mask = (outputs < N)[:, None] & is_member[None, :]
     at = out + pairs.to(tl.int64)[None, :] * N + outputs[:, None]
@@ -276,9 +288,10 @@ def _load_tokens(at, inputs, first, K, is_member, WHOLE_K: tl.constexpr):
 
 @triton.jit
 def _multiply(
-    x, weight, out, own, rows, N, K, stride_x, stride_weight,
+    x, weight, bias, out, own, rows, N, K, stride_x, stride_weight,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, IS_GATED: tl.constexpr, IS_GELU: tl.constexpr,
+    BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of a weight with at most GROUPS groups of tokens, and store the result."""
     inputs = tl.arange(0, BLOCK_K)
@@ -312,20 +325,33 @@ def _multiply(
             acc2 = tl.dot(weights, tl.trans(values), acc2, input_precision="ieee")
             values = _load_tokens(x3, inputs, first, K, is3, WHOLE_K)
             acc3 = tl.dot(weights, tl.trans(values), acc3, input_precision="ieee")
-    _store(acc0, out, pairs0, is0, N, BLOCK_N, GROUP, IS_GATED, IS_GELU)
+    _store(
+        acc0, bias, out, rows, pairs0, is0, N, BLOCK_N, GROUP, HAS_BIAS, IS_GATED, IS_GELU,
+        LIMIT, ALPHA,
+    )  # fmt: skip
     if GROUPS > 1:
-        _store(acc1, out, pairs1, is1, N, BLOCK_N, GROUP, IS_GATED, IS_GELU)
+        _store(
+            acc1, bias, out, rows, pairs1, is1, N, BLOCK_N, GROUP, HAS_BIAS, IS_GATED,
+            IS_GELU, LIMIT, ALPHA,
+        )  # fmt: skip
     if GROUPS > 2:
-        _store(acc2, out, pairs2, is2, N, BLOCK_N, GROUP, IS_GATED, IS_GELU)
-        _store(acc3, out, pairs3, is3, N, BLOCK_N, GROUP, IS_GATED, IS_GELU)
+        _store(
+            acc2, bias, out, rows, pairs2, is2, N, BLOCK_N, GROUP, HAS_BIAS, IS_GATED,
+            IS_GELU, LIMIT, ALPHA,
+        )  # fmt: skip
+        _store(
+            acc3, bias, out, rows, pairs3, is3, N, BLOCK_N, GROUP, HAS_BIAS, IS_GATED,
+            IS_GELU, LIMIT, ALPHA,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _few_kernel(
-    x, weight, slots, out, num_tokens, N, K, stride_x, stride_weight,
+    x, weight, bias, slots, out, num_tokens, N, K, stride_x, stride_weight,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_PLACES: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, BY_PAIR: tl.constexpr,
-    IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         release()
@@ -337,21 +363,23 @@ def _few_kernel(
         # The weight is read once, however many groups there are.
         if BLOCK_T == GROUP or count <= GROUP:
             _multiply(
-                x, weight, out, own, rows, N, K, stride_x, stride_weight,
-                1, GROUP, BLOCK_T, BLOCK_N, BLOCK_K, WHOLE_K, IS_GATED, IS_GELU,
+                x, weight, bias, out, own, rows, N, K, stride_x, stride_weight, 1, GROUP, BLOCK_T,
+                BLOCK_N, BLOCK_K, WHOLE_K, HAS_BIAS, IS_GATED, IS_GELU, LIMIT, ALPHA,
             )  # fmt: skip
         else:
             _multiply(
-                x, weight, out, own, rows, N, K, stride_x, stride_weight,
-                BLOCK_T // GROUP, GROUP, BLOCK_T, BLOCK_N, BLOCK_K, WHOLE_K, IS_GATED, IS_GELU,
+                x, weight, bias, out, own, rows, N, K, stride_x, stride_weight, BLOCK_T // GROUP,
+                GROUP, BLOCK_T, BLOCK_N, BLOCK_K, WHOLE_K, HAS_BIAS, IS_GATED, IS_GELU, LIMIT,
+                ALPHA,
             )  # fmt: skip
 
 
 @triton.jit
 def _many_kernel(
-    x, weight, order, starts, tile_ends, out, N, K, S, stride_x, stride_weight,
+    x, weight, bias, order, starts, tile_ends, out, N, K, S, stride_x, stride_weight,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, IS_GATED: tl.constexpr, IS_GELU: tl.constexpr,
+    BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     slots = tl.arange(0, BLOCK_S)
@@ -387,14 +415,30 @@ def _many_kernel(
                 else:
                     weights = tl.load(up_at + first, mask=(inputs < K - first)[None, :], other=0.0)
                 up_acc = tl.dot(values, tl.trans(weights), up_acc, input_precision="ieee")
+        if HAS_BIAS:
+            acc += tl.load(bias + rows).to(tl.float32)[None, :]
+            if IS_GATED:
+                up_acc += tl.load(bias + rows + N).to(tl.float32)[None, :]
         if IS_GATED:
             # Rounded as the product alone would be.
             gate = acc.to(out.dtype.element_ty).to(tl.float32)
             up = up_acc.to(out.dtype.element_ty).to(tl.float32)
-            acc = gated(gate, up, IS_GELU)
+            acc = _activated(gate, up, IS_GELU, LIMIT, ALPHA)
         at = out + pairs.to(tl.int64)[:, None] * N + outputs[None, :]
         mask = is_pair[:, None] & (outputs < N)[None, :]
         tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+class Gate(NamedTuple):
+    """What is made of gates and ups.
+
+    Attributes:
+        is_gelu: act is gelu, not silu.
+        clamp: limit and alpha of a clamped SwiGLU; None: act(gate) * up.
+    """
+
+    is_gelu: bool = False
+    clamp: tuple[float, float] | None = None
 
 
 class SortedPairs(NamedTuple):
@@ -430,26 +474,32 @@ def sort_pairs(slots_Tk: torch.Tensor, num_slots: int, dtype: torch.dtype) -> So
     return SortedPairs(order, starts, tile_ends, block_m)
 
 
+def _meaning(gate: Gate | None) -> dict[str, Any]:
+    """Return what kernels are compiled for of a gate."""
+    is_gelu, clamp = gate or Gate()
+    limit, alpha = clamp or (0.0, 0.0)
+    return {"IS_GATED": gate is not None, "IS_GELU": is_gelu, "LIMIT": limit, "ALPHA": alpha}
+
+
 def many(
     x: torch.Tensor,
     weight: torch.Tensor,
     pairs: SortedPairs,
     top_k: int,
     out: torch.Tensor,
-    *,
-    is_gated: bool,
-    is_gelu: bool = False,
+    bias: torch.Tensor | None,
+    gate: Gate | None = None,
 ) -> None:
     """Launch a product of many tokens.
 
     Args:
-        x: [T, K] where gated, else [P, K]; stride 1 in the last dimension.
+        x: [T, K] where there is a gate, else [P, K]; stride 1 in the last dimension.
         weight: of S blocks of N rows, or of N gates and N ups.
         pairs: by slot.
         top_k: experts of a token.
         out: [P, N], contiguous; written.
-        is_gated: act(gate) * up.
-        is_gelu: of gelu, not of silu.
+        bias: a value for each row of the weight, or None.
+        gate: None: rows are no gates and ups.
     """
     (num_pairs, size_out), size_in = out.shape, x.shape[1]
     num_slots = pairs.tile_ends.shape[0]
@@ -459,6 +509,7 @@ def many(
     _many_kernel[(triton.cdiv(size_out, tile.block_n), most)](
         x,
         weight,
+        weight if bias is None else bias,
         pairs.order,
         pairs.starts,
         pairs.tile_ends,
@@ -474,8 +525,8 @@ def many(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         WHOLE_K=size_in % tile.block_k == 0,
-        IS_GATED=is_gated,
-        IS_GELU=is_gelu,
+        HAS_BIAS=bias is not None,
+        **_meaning(gate),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -486,9 +537,8 @@ def few(
     weight: torch.Tensor,
     slots_Tk: torch.Tensor,
     out: torch.Tensor,
-    *,
-    is_gated: bool,
-    is_gelu: bool = False,
+    bias: torch.Tensor | None,
+    gate: Gate | None = None,
 ) -> None:
     """Launch a product of at most MAX_SMALL_TOKENS tokens.
 
@@ -497,10 +547,11 @@ def few(
         weight: as there.
         slots_Tk: the block of each pair, or -1.
         out: as there.
-        is_gated: as there.
-        is_gelu: as there.
+        bias: as there.
+        gate: as there.
     """
     (num_tokens, top_k), size_out, size_in = slots_Tk.shape, out.shape[1], x.shape[1]
+    is_gated = gate is not None
     num_slots = weight.shape[0] // (2 * size_out if is_gated else size_out)
     block_t = max(_GROUP, triton.next_power_of_2(num_tokens))
     assert block_t <= MAX_SMALL_TOKENS
@@ -512,6 +563,7 @@ def few(
     _few_kernel[grid](
         x,
         weight,
+        weight if bias is None else bias,
         slots_Tk,
         out,
         num_tokens,
@@ -527,8 +579,8 @@ def few(
         BLOCK_K=block_k,
         WHOLE_K=size_in % block_k == 0,
         BY_PAIR=by_pair,
-        IS_GATED=is_gated,
-        IS_GELU=is_gelu,
+        HAS_BIAS=bias is not None,
+        **_meaning(gate),
         num_warps=4,
         num_stages=3,
         **launch_options(x.device),

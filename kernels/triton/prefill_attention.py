@@ -27,6 +27,7 @@ from kernels.arguments import (
     PrefillWorkspace,
 )
 from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.sinks import sink_weights
 from kernels.triton.tiers import block_starts
 from kernels.triton.tiles import Tile, prefill_tile
 
@@ -137,6 +138,7 @@ def _launch(
         parts.num_parts,
         parts.grid_parts,
         num_tokens * num_heads,
+        out if call.sinks is None else call.sinks,
         out,
         call.scale * _LOG2_E,
         q.stride(0),
@@ -162,6 +164,7 @@ def _launch(
         SPLIT=sizes.PREFILL_SPLIT_KEYS,
         IS_PART=part is not None,
         IS_SPLIT=split is not None,
+        HAS_SINKS=call.sinks is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -191,6 +194,7 @@ def _sum_parts(
         num_tokens * num_heads,
         query_starts_S1,
         call.seq_lens,
+        out if call.sinks is None else call.sinks,
         out,
         out.stride(0),
         out.stride(1),
@@ -202,6 +206,7 @@ def _sum_parts(
         KEYS=tile.keys,
         SPLIT=sizes.PREFILL_SPLIT_KEYS,
         WINDOW=call.window or 0,
+        HAS_SINKS=call.sinks is not None,
         num_warps=4,
         **launch_options(out.device),
     )
@@ -243,6 +248,7 @@ def _prefill_kernel(
     num_parts,
     grid_parts,
     stride_part,
+    sinks,
     out,
     scale_log2,
     stride_q_token,
@@ -268,6 +274,7 @@ def _prefill_kernel(
     SPLIT: tl.constexpr,
     IS_PART: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Attend from one tile of a sequence's queries to its keys, or to a part of them.
 
@@ -470,6 +477,8 @@ def _prefill_kernel(
             lse = tl.where(is_empty, float("-inf"), row_max + tl.log2(denominator))
             tl.store(logsumexp + part_rows, lse, mask=tokens < num_queries)
             return
+    if HAS_SINKS:
+        row_sum += sink_weights(sinks, heads, heads >= 0, row_max)
     attended = acc / row_sum[:, None]
     out_rows = out + token_rows * stride_out_token + heads * stride_out_head
     out_at = out_rows[:, None] + columns[None, :]
@@ -591,6 +600,7 @@ def _sum_kernel(
     stride_part,
     query_starts,
     seq_lens,
+    sinks,
     out,
     stride_out_token,
     stride_out_head,
@@ -602,6 +612,7 @@ def _sum_kernel(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Add the parts of some rows in their order, weighted by their softmax denominators."""
@@ -652,6 +663,8 @@ def _sum_kernel(
         acc = acc * shrink[:, None] + part * weight[:, None]
         running_max = new_max
         part_rows += stride_part
+    if HAS_SINKS:
+        total += sink_weights(sinks, heads, is_row, running_max)
     attended = acc / tl.where(is_row, total, 1.0)[:, None]
     out_rows = out + token_rows * stride_out_token + heads * stride_out_head
     out_at = out_rows[:, None] + columns[None, :]

@@ -50,7 +50,7 @@ def copied(llm: LLM) -> int:
     return int(llm.stats()["kv"]["copied_ahead_bytes"])
 
 
-@pytest.mark.parametrize("variant", ["qwen3", slow("olmo2"), slow("gemma3")])
+@pytest.mark.parametrize("variant", ["qwen3", *map(slow, ("olmo2", "gemma3", "gpt_oss"))])
 def test_a_long_sequence_alone_and_beside_others(
     tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:

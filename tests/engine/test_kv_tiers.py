@@ -27,7 +27,7 @@ TOKENS = 8
 NEW = 12
 """Of sequences that exceed the GPU."""
 LONG = make_prompt(260, seed=8)
-ALL = (*FAMILIES, "mistral_window", "qwen2_window")
+ALL = (*FAMILIES, "mistral_window", "qwen2_window", "gpt_oss")
 SHORT = ("olmo2", "gemma3", "qwen2_window")
 """One of each kind of group of layers; the others go to `make test-slow`."""
 

@@ -21,7 +21,10 @@ from tests.engine.groups import Groups, with_blocks, with_groups
 from tests.slow import mostly_slow, slow
 from tests.tiny import COMMON, VARIANTS, greedy, hf_greedy, make_prompt, open_llm
 
-WINDOWS = ("mistral_window", "qwen2_window", "qwen3_window", "gemma3", "gemma3_odd_sizes")
+WINDOWS = (
+    *("mistral_window", "qwen2_window", "qwen3_window", "gemma3", "gemma3_odd_sizes"),
+    "gpt_oss",
+)
 PROMPTS = [make_prompt(length, seed=3) for length in (20, 39, 40, 41, 95, 130)]
 MAX_TOKENS = 12
 

@@ -140,7 +140,11 @@ def flat(operator: Callable[..., None]) -> Callable[..., torch.Tensor]:
 
 
 def dense_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally from the last tokens, in float64 and by the definition of softmax.
 
@@ -149,6 +153,7 @@ def dense_attention(
         keys: [L, K, H].
         values: [L, K, H].
         scale: multiplies the scores.
+        sinks: [N], of one more key whose value is zero.
 
     Returns:
         [n, N, H] float64.
@@ -163,7 +168,10 @@ def dense_attention(
     scores = torch.einsum("qnh,knh->nqk", q.double(), all_keys) * scale
     query_at = torch.arange(num_keys - num_queries, num_keys, device=q.device)
     key_at = torch.arange(num_keys, device=q.device)
-    exponents = torch.exp(scores - scores.amax(-1, keepdim=True))
-    exponents = exponents * (key_at[None, :] <= query_at[:, None])
-    weights = exponents / exponents.sum(-1, keepdim=True)
+    most = scores.amax(-1, keepdim=True)
+    exponents = torch.exp(scores - most) * (key_at[None, :] <= query_at[:, None])
+    total = exponents.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.double().view(-1, 1, 1) - most)
+    weights = exponents / total
     return torch.einsum("nqk,knh->qnh", weights, all_values)

@@ -16,26 +16,27 @@ def kernel_route(logits, top_k, **given):
     return triton.route(logits, top_k, **({"renormalise": False, "rounds": False} | given))
 
 
-def kernel_products(x, w13, w2, slots, *, is_gelu=False):
+def kernel_products(x, w13, w2, slots, *, is_gelu=False, biases=(None, None), clamp=None):
     """Run the kernels of Triton on any device; pairs without a block are zeros."""
     from kernels.triton import experts as triton
 
     (num_tokens, top_k), ffn = slots.shape, w2.shape[1]
     hidden = x.new_zeros((num_tokens * top_k, ffn))
     out = x.new_zeros((num_tokens * top_k, x.shape[1]))
+    gate = triton.Gate(is_gelu, clamp)
     if num_tokens <= MAX_SMALL_TOKENS:
-        triton.few(x, w13, slots, hidden, is_gated=True, is_gelu=is_gelu)
-        triton.few(hidden, w2, slots, out, is_gated=False)
+        triton.few(x, w13, slots, hidden, biases[0], gate)
+        triton.few(hidden, w2, slots, out, biases[1])
     else:
         pairs = triton.sort_pairs(slots, w13.shape[0] // (2 * ffn), x.dtype)
-        triton.many(x, w13, pairs, top_k, hidden, is_gated=True, is_gelu=is_gelu)
-        triton.many(hidden, w2, pairs, top_k, out, is_gated=False)
+        triton.many(x, w13, pairs, top_k, hidden, biases[0], gate)
+        triton.many(hidden, w2, pairs, top_k, out, biases[1])
     return out.view(num_tokens, top_k, -1)
 
 
-def twin_products(x, w13, w2, slots, *, is_gelu=False):
+def twin_products(x, w13, w2, slots, **given):
     out = x.new_zeros((*slots.shape, x.shape[1]))
-    ref.experts_products(x, w13, w2, slots, out, is_gelu=is_gelu)
+    ref.experts_products(x, w13, w2, slots, out, **given)
     return out
 
 
@@ -81,6 +82,29 @@ def test_products_equal_twin(device, rng, num_tokens, top_k, num_slots, hidden, 
     found = kernel_products(x, w13, w2, slots)
     expected = twin_products(x, w13, w2, slots)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 70])
+def test_biases_and_a_clamped_gate(device, rng, num_tokens):
+    """By the definition too: of each pair alone, in float64."""
+    hidden, ffn, limit = 40, 24, 0.7
+    x = torch.randn((num_tokens, hidden), generator=rng, device=device)
+    w13, w2 = weights_of(5, hidden, ffn, torch.float32, rng)
+    biases = tuple(torch.randn(len(w), generator=rng, device=device) for w in (w13, w2))
+    slots = slots_of("holes", num_tokens, 2, 5, rng)
+    found = kernel_products(x, w13, w2, slots, biases=biases, clamp=(limit, 1.702))
+    expected = twin_products(x, w13, w2, slots, biases=biases, clamp=(limit, 1.702))
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    slot = int(slots[3, 0].clamp(min=0))
+    rows, down = (
+        slice(slot * 2 * ffn, (slot + 1) * 2 * ffn),
+        slice(slot * hidden, (slot + 1) * hidden),
+    )
+    gate, up = (x[3].double() @ w13[rows].double().T + biases[0][rows]).chunk(2)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    made = ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ w2[down].double().T + biases[1][down]
+    if slots[3, 0] >= 0:
+        torch.testing.assert_close(found[3, 0].double(), made, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("num_tokens", [5, 70])

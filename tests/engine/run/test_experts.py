@@ -63,8 +63,8 @@ def fused(folder: Path, target: Path, spec: ModelSpec, *, renames: bool) -> Path
 
         module = prefix + ("mlp" if renames else names.router.removesuffix(".gate"))
         tensors[f"{module}.gate.weight"] = tensors.pop(f"{prefix}{names.router}.weight")
-        gates, ups = take(names.gate), take(names.up)
-        tensors[f"{module}.experts.gate_up_proj"] = torch.cat([gates, ups], 1)
+        gates_and_ups = torch.cat([take(name) for name in names.gates], 1)
+        tensors[f"{module}.experts.gate_up_proj"] = gates_and_ups
         tensors[f"{module}.experts.down_proj"] = take(names.down)
     target.mkdir()
     save_file(tensors, target / "model.safetensors")
