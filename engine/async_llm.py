@@ -99,6 +99,12 @@ Command = Callable[[], None] | None
 """What a client asks of the engine's thread; None: to stop."""
 
 
+def _failure(why: str) -> RequestError:
+    """Return why a request failed while it ran; a form that cannot be followed is its own fault."""
+    is_form = why.startswith("structured: ")
+    return RequestError(why, param="structured") if is_form else FailedRequestError(why)
+
+
 def _end_thread(thread: threading.Thread, commands: SimpleQueue[Command], owner: int) -> None:
     if os.getpid() == owner:
         commands.put(None)
@@ -442,7 +448,7 @@ class AsyncLLM:
                 stream.put(tokens)
                 self._touched.add(stream)
             if failures:
-                self._retire(stream, FailedRequestError(str(failures[0].stop_reason)))
+                self._retire(stream, _failure(str(failures[0].stop_reason)))
             elif stream.open_answers == 0:
                 self._retire(stream, None)
         if self._pending and not self._llm.has_unfinished():

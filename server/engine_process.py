@@ -217,8 +217,12 @@ class EngineProcess:
         assert engine is not None
         assert text is not None
         arrival_s = perf_counter()
-        text.check_length(asked.prompt)
-        encode = partial(text.encode, asked.prompt, add_special_tokens=asked.add_special_tokens)
+        encode = partial(
+            text.encode,
+            asked.prompt,
+            add_special_tokens=asked.add_special_tokens,
+            check=text.check_length,
+        )
         ids = asked.prompt if isinstance(asked.prompt, list) else await self._in_thread(encode)
         params = text.with_room(ids, asked.params, clamp=asked.room)
         prompt_text = None
@@ -262,8 +266,12 @@ class EngineProcess:
     async def _tokenize(self, asked: Tokenize) -> None:
         text = self._text
         assert text is not None
-        text.check_counted(asked.prompt)
-        encode = partial(text.encode, asked.prompt, add_special_tokens=asked.add_special_tokens)
+        encode = partial(
+            text.encode,
+            asked.prompt,
+            add_special_tokens=asked.add_special_tokens,
+            check=text.check_counted,
+        )
         ids = await self._in_counting(encode)
         texts = await self._in_counting(partial(text.pieces, ids)) if asked.with_texts else None
         send(self._writer, Answered(request_id=asked.request_id, value=(ids, texts)))

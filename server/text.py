@@ -2,13 +2,14 @@
 
 import math
 import re
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.asked.request import NO_TOKEN, TokenEvent
 from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, RequestError
-from engine.text.chat import chat_tokens
+from engine.text.chat import chat_text
 from server.wire import Chat, Prompt, PromptToken, Start, Token, TokenText
 
 if TYPE_CHECKING:
@@ -64,11 +65,18 @@ class Text:
         is_llama = "tools" in template and ("python_tag" in template or "ipython" in template)
         return "llama3_json" if is_llama else "none"
 
-    def encode(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+    def encode(
+        self, prompt: Prompt, *, add_special_tokens: bool, check: Callable[[str], None]
+    ) -> list[int]:
         """Return a prompt's tokens.
 
+        Args:
+            prompt: As the client sent it.
+            add_special_tokens: Put the tokenizer's own around a text; a chat has its template's.
+            check: Gets the text, a chat's as its template makes it, before the tokens are made.
+
         Raises:
-            RequestError: There is no tokenizer or template, or they refuse the prompt.
+            RequestError: There is no tokenizer or template, or they or `check` refuse it.
         """
         if isinstance(prompt, list):
             return prompt
@@ -78,49 +86,49 @@ class Text:
                 "to /v1/completions.",
                 param="prompt",
             )
-        if isinstance(prompt, Chat):
-            return chat_tokens(
-                self._tokenizer,
-                prompt.messages,
-                chat_template=self._template,
-                tools=prompt.tools,
-                add_generation_prompt=prompt.add_generation_prompt,
-                continue_final_message=prompt.continue_final_message,
-                **prompt.extra,
-            )
+        text = self._rendered(prompt) if isinstance(prompt, Chat) else prompt
+        check(text)
+        add_special_tokens = add_special_tokens and not isinstance(prompt, Chat)
         try:
-            found = self._tokenizer(prompt, add_special_tokens=add_special_tokens, verbose=False)
+            found = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         except (TypeError, ValueError, UnicodeError) as error:
             raise RequestError(
-                f"prompt: expected text that the tokenizer can encode, got {prompt[:20]!r} "
+                f"prompt: expected text that the tokenizer can encode, got {text[:20]!r} "
                 f"({error}). Remove lone surrogates.",
                 param="prompt",
             ) from error
         return list(found["input_ids"])
 
-    def check_length(self, prompt: Prompt) -> None:
-        """Raise RequestError where a prompt has more characters than the context holds.
+    def _rendered(self, chat: Chat) -> str:
+        return chat_text(
+            self._tokenizer,
+            chat.messages,
+            chat_template=self._template,
+            tools=chat.tools,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            **chat.extra,
+        )
+
+    def check_length(self, text: str) -> None:
+        """Raise RequestError where a text has more characters than the context holds.
 
         Its tokens, which would take minutes and GiB, are not made for that.
         """
-        if isinstance(prompt, list) or self._tokenizer is None:
-            return
-        num = _num_characters(prompt)
-        if num > self._max_model_len * self._longest * SHORTENED:
+        if len(text) > self._max_model_len * self._longest * SHORTENED:
             raise RequestError(
                 f"This model's maximum context length is {self._max_model_len} tokens of at most "
-                f"{self._longest} characters; the prompt has {num} characters. Shorten it.",
+                f"{self._longest} characters; the prompt has {len(text)} characters. Shorten it.",
                 param="prompt",
                 code=RequestError.CONTEXT_LENGTH,
             )
 
-    def check_counted(self, prompt: Prompt) -> None:
-        """Raise RequestError where the tokens of a text or chat would take minutes to count."""
-        num = _num_characters(prompt)
-        if num > MOST_COUNTED:
+    def check_counted(self, text: str) -> None:
+        """Raise RequestError where the tokens of a text would take minutes to count."""
+        if len(text) > MOST_COUNTED:
             raise RequestError(
-                f"prompt: expected at most {MOST_COUNTED} characters to count tokens of, got {num}."
-                " Send it in parts.",
+                f"prompt: expected at most {MOST_COUNTED} characters to count tokens of, got "
+                f"{len(text)}. Send it in parts.",
                 param="prompt",
             )
 
@@ -245,11 +253,6 @@ class Text:
         return {chr(byte): byte for byte in shown} | {
             chr(256 + place): byte for place, byte in enumerate(hidden)
         }
-
-
-def _num_characters(prompt: Prompt) -> int:
-    texts = [m["content"] for m in prompt.messages] if isinstance(prompt, Chat) else [prompt]
-    return sum(map(len, texts))
 
 
 def _start(event: TokenEvent, arrival_s: float) -> Start | None:

@@ -18,7 +18,14 @@ def is_conversation(messages: object) -> bool:
 
 
 def chat_tokens(tokenizer: Any | None, messages: Messages, **template: Any) -> list[int]:
-    """Return the tokens of a conversation.
+    """Return the tokens of a conversation; arguments and errors are those of `chat_text`."""
+    text = chat_text(tokenizer, messages, **template)
+    assert tokenizer is not None
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def chat_text(tokenizer: Any | None, messages: Messages, **template: Any) -> str:
+    """Return a conversation as the text that the model goes on with, special tokens included.
 
     Args:
         tokenizer: Of transformers; None: the model has none.
@@ -43,7 +50,7 @@ def chat_tokens(tokenizer: Any | None, messages: Messages, **template: Any) -> l
             param="messages",
         )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
     except Exception as error:  # a template raises what it likes
         reason = " ".join(str(error).split())[:300]
         raise RequestError(
@@ -51,7 +58,6 @@ def chat_tokens(tokenizer: Any | None, messages: Messages, **template: Any) -> l
             "the messages, or give another chat_template.",
             param="messages",
         ) from error
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _check(messages: object) -> None:
