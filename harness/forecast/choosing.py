@@ -1,5 +1,6 @@
 """The page docs/choosing.md: what every model of conf/ needs on cards of usual sizes."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -8,7 +9,7 @@ import yaml
 from catalogue.cards import card_sheet
 from catalogue.files import CONF
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig, PlannerConfig
-from engine.asked.offload import OffloadConfig
+from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
 from engine.plan.advise import lossless_resident, step_s
@@ -52,6 +53,8 @@ or of the model's own maximum if that is shorter. For your own case, run
 
 ## Every model on cards of usual sizes
 
+Mixtures of experts have [a table of their own](#mixtures-of-experts).
+
 Each cell shows the GiB of weights that `offload=auto` moves to host memory and the decode
 rate in tokens/s at batch 1. "lossless" means that weights are stored in 12-bit codes, from
 which every bit is restored (`engine.weight_format`). Columns up to 12 GB use the rates of an
@@ -73,6 +76,46 @@ all weights fit rounded to 4 bits (`model.quantize=int4`), which generates other
 
 | model | {" | ".join(CARDS)} |
 {"|---" * (1 + len(CARDS))}|
+"""
+ROUTING: Final = "synthetic:0.8"
+"""Routing that is expected of experts: 0.8 of the picks repeat one of the last 8 tokens."""
+EXPERT_SIZES_GB: Final = (12, 16, 24, 48)
+EXPERT_WAYS: Final[Mapping[str, tuple[OffloadConfig, PlannerConfig]]] = {
+    "none": (OffloadConfig(), PlannerConfig()),
+    "experts": (OffloadConfig(offload_backend="experts"), PlannerConfig()),
+    "experts_in_place": (
+        OffloadConfig(offload_backend="uva", uva=UVAOffloadConfig(cpu_offload_params=["experts"])),
+        PlannerConfig(auto_fields=["cpu_offload_gb"]),
+    ),
+    "experts_prefetch": (
+        OffloadConfig(
+            offload_backend="prefetch",
+            prefetch=PrefetchOffloadConfig(
+                offload_group_size=1,
+                offload_num_in_group=1,
+                offload_prefetch_step=1,
+                offload_params=["experts"],
+            ),
+        ),
+        PlannerConfig(),
+    ),
+}
+"""Choice of conf/offload -> the settings that it makes."""
+_EXPERTS: Final = f"""\
+
+## Mixtures of experts
+
+A decode step reads only the experts that its token is routed to. `offload=experts` keeps all
+of them in host memory and caches those that were used last in each layer;
+`experts_in_place` reads them in host memory, as few as must leave the GPU; `experts_prefetch`
+copies all experts of a layer before it runs. Each cell shows the decode rate in tokens/s at batch
+1, and of the cache the share of experts that are found on the GPU. Weights are as in the
+checkpoint, and {ROUTING.removeprefix("synthetic:")} of a token's experts repeat one of the last 8
+tokens (`model.routing={ROUTING}`, [experts.md](experts.md)); the rates of the columns are those
+of the first table.
+
+| model | offload | {" | ".join(f"{size} GB" for size in EXPERT_SIZES_GB)} |
+{"|---" * (2 + len(EXPERT_SIZES_GB))}|
 """
 _ADVICE: Final = """\
 
@@ -128,10 +171,13 @@ engine.
 def page() -> str:
     """Return the page, as `python -m harness --choosing` prints it."""
     names = model_names()
+    mixtures = [name for name in names if spec_of(name).num_experts]
     sizes, fits, advice = (
-        "".join(f"{row(name)}\n" for name in names) for row in (model_row, card_row, _advice_row)
+        "".join(f"{row(name)}\n" for name in names if name not in mixtures)
+        for row in (model_row, card_row, _advice_row)
     )
-    return _HEAD + sizes + _FITS + fits + _ADVICE + advice + _DIFFERENCES
+    experts = "".join(f"{row}\n" for name in mixtures for row in expert_rows(name))
+    return _HEAD + sizes + _FITS + fits + _EXPERTS + experts + _ADVICE + advice + _DIFFERENCES
 
 
 def model_names() -> list[str]:
@@ -160,19 +206,31 @@ def _card(name: str, **changes: Any) -> GPUConfig:
     return GPUConfig(**{**card_sheet(name), **changes})
 
 
-def _config(spec: ModelSpec, gpu: GPUConfig, planner: PlannerConfig) -> EngineConfig:
+def _config(
+    spec: ModelSpec,
+    gpu: GPUConfig,
+    planner: PlannerConfig,
+    offload: OffloadConfig | None = None,
+) -> EngineConfig:
+    routing = ROUTING if spec.num_experts else None
     return EngineConfig(
-        model=ModelConfig(name="model", load_format="dummy", spec=spec),
+        model=ModelConfig(name="model", load_format="dummy", spec=spec, routing=routing),
         gpu=gpu,
         engine=EngineSettings(max_model_len=min(LENGTH, spec.max_position_embeddings)),
-        offload=OffloadConfig(),
+        offload=offload or OffloadConfig(),
         planner=planner,
     )
 
 
-def _planned(spec: ModelSpec, gpu: GPUConfig, planner: PlannerConfig) -> MemoryPlan | None:
+def _planned(
+    spec: ModelSpec,
+    gpu: GPUConfig,
+    planner: PlannerConfig,
+    offload: OffloadConfig | None = None,
+) -> MemoryPlan | None:
     try:
-        return plan_memory(_config(spec, gpu, planner), spec, DeviceFacts.of_card(gpu))
+        config = _config(spec, gpu, planner, offload)
+        return plan_memory(config, spec, DeviceFacts.of_card(gpu), explain=False)
     except CapacityError:
         return None
 
@@ -242,6 +300,25 @@ def _rounded(asked: Asked) -> list[str]:
     rounded = replace(asked, config=replace(asked.config, model=model))
     plan = build_plan(rounded, assign_resident(asked.spec))
     return [f"4-bit {number(1 / step_s(plan, rounded))}"] if plan_fits(plan) else []
+
+
+def expert_rows(name: str) -> list[str]:
+    """Return the rows of a model with experts in their table, one a way."""
+    spec, rows = spec_of(name), []
+    for way, (offload, planner) in EXPERT_WAYS.items():
+        cells = [name, way]
+        for size in EXPERT_SIZES_GB:
+            gpu = _card(SIZES_GB[size], memory_gib=float(size))
+            plan = _planned(spec, gpu, planner, offload)
+            cells.append("no" if plan is None else _with_hits(plan))
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _with_hits(plan: MemoryPlan) -> str:
+    found = plan.to_dict().get("experts") or {}
+    share = found.get("hit_share")
+    return _tokens_s(plan) + ("" if share is None else f" ({100 * share:.0f} %)")
 
 
 def _advice_row(name: str) -> str:

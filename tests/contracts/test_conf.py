@@ -32,10 +32,14 @@ PARAMETERS = {
     "llama32_1b": 1_235_814_400,
     "llama32_3b": 3_212_749_824,
     "mistral_7b": 7_248_023_552,
+    "mixtral_8x7b": 46_702_792_704,
     "olmo2_13b": 13_716_198_400,
     "olmo7b": 7_298_617_344,
+    "olmoe_1b_7b": 6_919_161_856,
     "qwen25_0_5b": 494_032_768,
     "qwen25_7b_gptq": 7_615_616_512,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_coder_30b_a3b_awq": 30_532_122_624,
     "qwen3_14b": 14_768_307_200,
     "qwen3_14b_awq": 14_768_307_200,
     "qwen3_4b": 4_022_468_096,
@@ -103,7 +107,10 @@ MEMORY_MIB = {
 }
 """As nvidia-smi shows it."""
 OPTIONS = {
-    "offload": {"none", "uva", "prefetch", "experts", "auto"},
+    "offload": {
+        *("none", "uva", "prefetch", "auto"),
+        *("experts", "experts_in_place", "experts_prefetch"),
+    },
     "kv": {"gpu", "cpu"},
     "scenario": {
         *("quick", "load", "throughput", "latency", "all"),
