@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,15 @@ def greedy_of_transformers(
     folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[list[int]]:
     """Return what transformers answers with the checkpoint of a folder, as it reads it."""
+    content = tuple(sorted((file, file.stat().st_mtime_ns) for file in folder.iterdir()))
+    return _greedy_of_folder(folder, content, tuple(map(tuple, prompts)), max_tokens)
+
+
+@cache
+def _greedy_of_folder(
+    folder: Path, _content: object, prompts: tuple[tuple[int, ...], ...], max_tokens: int
+) -> list[list[int]]:
+    """Compute them once for what the folder holds: many tests ask for the same."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -31,7 +31,7 @@ GPU, PINNED = 24, 40
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    return Alone()
+    return Alone(at_once=True)
 
 
 def open_ahead(
@@ -75,7 +75,7 @@ def test_a_long_sequence_alone_and_beside_others(
     [
         {"cpu_offload_gb": 1, "uva_stage_tokens": 1},
         slow({"cpu_offload_gb": 1}),
-        {"offload_group_size": 1, "offload_prefetch_step": 2},
+        slow({"offload_group_size": 1, "offload_prefetch_step": 2}),
         slow({"max_num_batched_tokens": 16, "enforce_eager": True}),
     ],
     ids=["uva staged", "uva", "prefetch", "small chunks"],

@@ -11,7 +11,7 @@ from engine.errors import CapacityError, ConfigError
 from engine.weights.experts import CachedUnits, ExpertBank
 from kernels.ops import expert_cache
 from tests.engine.conftest import TinyModels
-from tests.slow import mostly_slow
+from tests.slow import mostly_slow, slow
 from tests.tiny import EXPERT_FAMILIES, greedy, greedy_params, make_prompt, open_llm
 
 PROMPTS = [make_prompt(length, seed=5) for length in (1, 2, 15, 16, 17, 40, 70)]
@@ -53,7 +53,7 @@ def poison(llm: LLM) -> None:
             target[empty] = 0xFF  # NaN
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5, None])
+@pytest.mark.parametrize("slots", [1, slow(2), slow(5), None])
 @pytest.mark.parametrize("family", mostly_slow(EXPERT_FAMILIES, lambda x: x == "qwen3_moe"))
 def test_tokens_are_those_of_everything_resident(
     tiny: TinyModels, family: str, slots: int | None
@@ -129,6 +129,8 @@ def test_all_experts_in_slots_are_copied_once_and_hit_then(tiny: TinyModels) -> 
 def test_aborts_and_preemptions_change_no_tokens(tiny: TinyModels) -> None:
     """Sequences come, go, and give way to each other; the slots never hold another's experts."""
     family = "qwen3_moe"
+    with open_llm(tiny.folder(family), max_model_len=112) as resident:
+        expected = greedy(resident, PROMPTS, 40)
     sizes = {"expert_slots": 2, "block_size": 16, "max_model_len": 112}
     plan = open_cached(tiny, family, **sizes).plan
     room = plan.gpu_total_bytes - plan.gpu_items["kv_cache"] + 10 * plan.block_bytes
@@ -136,7 +138,6 @@ def test_aborts_and_preemptions_change_no_tokens(tiny: TinyModels) -> None:
         tiny, family, **sizes, gpu_memory_gib=room / 2**30, gpu_memory_utilization=1.0
     )
     assert llm.plan.num_gpu_blocks == 10
-    expected = tiny.greedy(family, PROMPTS, 40)
     ids = [llm.add_request(list(prompt), greedy_params(40)) for prompt in PROMPTS]
     outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
     steps = 0
@@ -203,7 +204,7 @@ def test_without_pinned_memory_experts_are_copied_on_demand(
     "stored",
     [
         {"quantize": "int4"},
-        {"quantize": "int8"},
+        slow({"quantize": "int8"}),
         {"dtype": "bfloat16", "weight_format": "lossless"},
     ],
     ids=lambda stored: "-".join(stored.values()),

@@ -19,7 +19,7 @@ from engine.text.tokenizer import eos_token_ids, load_tokenizer, sampling_defaul
 from tests.engine.gguf_files import GEMMA_SIZES, WIDE, Kind, write_gguf
 from tests.engine.quantised import read_back
 from tests.engine.test_quantised import LIMITS, PLACES, PROMPTS
-from tests.slow import mostly_slow
+from tests.slow import mostly_slow, slow
 from tests.tiny import greedy, greedy_of_transformers, open_llm
 
 TYPES = [
@@ -57,7 +57,7 @@ def check(llm: Any, plain: Path, meant: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", mostly_slow(TYPES, lambda kind: kind in {Kind.Q8_0, Kind.Q5_1, Kind.Q6_K, Kind.F16})
+    "kind", mostly_slow(TYPES, lambda kind: kind in {Kind.Q5_1, Kind.Q6_K, Kind.F16})
 )
 def test_every_type_has_the_values_of_the_package(kind, tmp_path):
     file, plain, meant = write_gguf(tmp_path, "llama", lambda _: kind, **WIDE)
@@ -77,7 +77,7 @@ def test_every_type_has_the_values_of_the_package(kind, tmp_path):
         ("qwen3", {}),
         ("gemma3", GEMMA_SIZES),
         ("llama_llama3_rope", {"rope_parameters": SCALED}),
-        ("llama_linear_rope", {}),
+        slow("llama_linear_rope", {}),
     ],
     ids=str,
 )
@@ -91,7 +91,9 @@ def test_every_family_has_the_tokens_of_transformers(variant, changes, tmp_path)
     llm.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", mostly_slow(PLACES, lambda place: place in {"uva of products", "prefetch"})
+)
 def test_a_mix_of_types_in_every_residence(place, tmp_path_factory):
     file, plain, meant = mixed(tmp_path_factory)
     llm = open_llm(file, **LIMITS, **PLACES[place])

@@ -37,7 +37,7 @@ def roomy(tiny: TinyModels) -> tuple[MemoryPlan, Any]:
 @pytest.mark.parametrize(
     "keywords",
     [
-        {"num_cpu_blocks": 100},
+        slow({"num_cpu_blocks": 100}),
         slow({"num_cpu_blocks": 100, "enable_prefix_caching": True}),
         {
             "kv_transfer_config": KVTransferConfig(

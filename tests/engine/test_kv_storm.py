@@ -33,7 +33,7 @@ TOKENS = 14
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    return Alone()
+    return Alone(at_once=True)
 
 
 def open_stormy(

@@ -28,13 +28,13 @@ NEW = 12
 """Of sequences that exceed the GPU."""
 LONG = make_prompt(260, seed=8)
 ALL = (*FAMILIES, "mistral_window", "qwen2_window", "gpt_oss")
-SHORT = ("olmo2", "gemma3", "qwen2_window")
+SHORT = ("gemma3",)
 """One of each kind of group of layers; the others go to `make test-slow`."""
 
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    return Alone()
+    return Alone(at_once=True)
 
 
 def open_tiers(folder: Any, **keywords: Any) -> LLM:
@@ -136,7 +136,7 @@ def test_preemption_at_concurrency(
         pytest.param(16, 3, marks=pytest.mark.slow),
         pytest.param(32, 1.3, marks=pytest.mark.slow),
         (64, 3),
-        (128, 1.3),
+        pytest.param(128, 1.3, marks=pytest.mark.slow),
         pytest.param(128, 3, marks=pytest.mark.slow),
     ],
 )
@@ -170,7 +170,7 @@ def test_one_sequence_longer_than_the_gpu(
         pytest.param(0, 0, True, marks=pytest.mark.slow),
         pytest.param(1, 0, True, marks=pytest.mark.slow),
         (0, 1, False),
-        (2, 1, True),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
         pytest.param(0, 30, False, marks=pytest.mark.slow),
         pytest.param(30, 0, True, marks=pytest.mark.slow),
         pytest.param(7, 30, False, marks=pytest.mark.slow),

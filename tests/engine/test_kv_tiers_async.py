@@ -22,7 +22,7 @@ def test_clients_that_give_up_while_their_prefix_loads(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny.folder("llama", **SIZES)
-    expected = Alone()(folder, PROMPTS, TOKENS)
+    expected = Alone(at_once=True)(folder, PROMPTS, TOKENS)
     tiers(monkeypatch, 24, pinned=50, pageable=6)
     llm = open_llm(folder, max_model_len=160, block_size=8, max_num_batched_tokens=48)
     assert greedy(llm, PROMPTS, TOKENS) == expected

@@ -30,7 +30,7 @@ PROMPTS = [make_prompt(length, seed=length) for length in (40, 90, 230)]
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    return Alone()
+    return Alone(at_once=True)
 
 
 def budget_of(folder: Path, num_blocks: int, **keywords: Any) -> float:

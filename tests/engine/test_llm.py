@@ -211,8 +211,8 @@ def test_stop_tokens(llm: LLM, tiny: TinyModels) -> None:
 
 def test_max_tokens_none_goes_on_to_max_model_len(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    [output] = llm.generate(PROMPTS[2], params)
-    assert len(output.outputs[0].token_ids) == 200 - len(PROMPTS[2])
+    [output] = llm.generate(make_prompt(180), params)
+    assert len(output.outputs[0].token_ids) == 200 - 180
 
 
 def test_answers_of_a_seed_are_those_of_the_seeds_behind_it(tiny: TinyModels) -> None:

@@ -14,6 +14,7 @@ from engine.errors import CapacityError, ConfigError
 from engine.run.inputs import StepShape
 from tests.engine.conftest import TinyModels
 from tests.engine.feeds import only_feed
+from tests.slow import slow
 from tests.tiny import add_tokenizer, greedy, greedy_params, make_prompt, open_llm, write_config
 
 GIB = 2**30
@@ -60,8 +61,19 @@ def test_an_abort_from_outside_ends_generate(llm: LLM, monkeypatch: pytest.Monke
     assert other.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("where", ["execute", "prepare", "enqueue", "collect"])
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        (RuntimeError, "execute"),
+        (KeyboardInterrupt, "prepare"),
+        (RuntimeError, "enqueue"),
+        (KeyboardInterrupt, "collect"),
+        slow(KeyboardInterrupt, "execute"),
+        slow(RuntimeError, "prepare"),
+        slow(KeyboardInterrupt, "enqueue"),
+        slow(RuntimeError, "collect"),
+    ],
+)
 def test_generate_works_after_an_exception(
     llm: LLM, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, where: str, kind: type
 ) -> None:

@@ -10,6 +10,7 @@ from engine import LLM, SamplingParams
 from engine.plan import long as long_rates
 from tests.engine.conftest import TinyModels
 from tests.engine.tiers import SIZES, TOGETHER, TURNS, Alone, check_empty, tiers
+from tests.slow import slow
 from tests.tiny import greedy, make_prompt, open_llm
 
 LONGS = [make_prompt(length, seed=20 + length) for length in (170, 260, 330)]
@@ -19,7 +20,7 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    return Alone()
+    return Alone(at_once=True)
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +60,9 @@ def run_staggered(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> li
 @pytest.mark.parametrize(
     ("rates", "keywords", "family"),
     [
-        (TURNS, {}, "llama"),
+        pytest.param(TURNS, {}, "llama", marks=pytest.mark.slow),
         (TOGETHER, {}, "llama"),
-        (TURNS, {"prefix_caching": False}, "llama"),
+        pytest.param(TURNS, {"prefix_caching": False}, "llama", marks=pytest.mark.slow),
         pytest.param(None, {"prefix_caching": False}, "llama", marks=pytest.mark.slow),
         (TURNS, {"num_window": 100}, "gemma3"),
         pytest.param(TOGETHER, {"num_window": 60}, "gemma3", marks=pytest.mark.slow),
@@ -146,7 +147,7 @@ def test_weights_over_the_link_beside(
     llm.close()
 
 
-@pytest.mark.parametrize("rates", [TURNS, TOGETHER], ids=["turns", "together"])
+@pytest.mark.parametrize("rates", [TURNS, slow(TOGETHER)], ids=["turns", "together"])
 def test_answers_that_share_a_long_prompt(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, rates: Any
 ) -> None:
@@ -163,9 +164,7 @@ def test_answers_that_share_a_long_prompt(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("seed", "rates"), [(1, TURNS), (2, TOGETHER), pytest.param(3, None, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("seed", "rates"), [(1, TURNS), slow(2, TOGETHER), slow(3, None)])
 def test_aborts_in_the_middle_of_turns(
     tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch, seed: int, rates: Any
 ) -> None:

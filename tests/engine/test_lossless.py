@@ -34,7 +34,7 @@ from tests.engine.switches import PREFIX, check_fallbacks
 from tests.engine.test_mixed_placements import EMBED, mixed, patchwork
 from tests.engine.two_streams import on_two_streams
 from tests.slow import mostly_slow, slow
-from tests.tiny import FAMILIES, VARIANTS, greedy, make_config
+from tests.tiny import VARIANTS, greedy, make_config
 
 ALL_UVA = {"cpu_offload_gb": 1}
 PLACES: dict[str, dict[str, Any]] = {
@@ -51,8 +51,6 @@ PLACES: dict[str, dict[str, Any]] = {
 SLOTS = {"prefetch, one slot": 1, "prefetch, two slots": 2, "prefetch, three slots": 3}
 FEW = ("uva", "prefetch, two slots")
 """Placements that `make test` runs of a tied model too."""
-SLOW = ("uva of some", "uva of products", "prefetch, three slots")
-"""Those that it does not run at all."""
 FINITE = (0x0000, 0x8000, 0x0001, 0x807F, 0x0080, 0x4480, 0xC4FF)
 """Bits: zeros, denormals, the least normal, some weights of a thousand and more."""
 OTHER = (0x7F80, 0xFF80, 0x7FC1, 0xFF81, 0x7FFF, 0x7F7F)
@@ -86,7 +84,7 @@ def check_formats(llm: LLM, variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", mostly_slow(VARIANTS, lambda each: each in {*FAMILIES, "llama_odd_sizes"})
+    "variant", mostly_slow(VARIANTS, lambda each: each in {"olmo2", "gemma3", "llama_odd_sizes"})
 )
 def test_every_family(checkpoints: Checkpoints, variant: str) -> None:
     """And a control: one wrong escape changes tokens."""
@@ -114,7 +112,7 @@ def test_batches_that_shrink(checkpoints: Checkpoints, variant: str) -> None:
     ("variant", "place"),
     [
         (variant, place)
-        if place in FEW or (variant == "llama" and place not in SLOW)
+        if place in FEW or (variant == "llama" and place == "prefetch of products")
         else slow(variant, place)
         for variant in ("llama", "qwen2")
         for place in PLACES

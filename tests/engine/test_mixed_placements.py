@@ -66,7 +66,7 @@ def check_steps(llm: LLM) -> None:
     assert num_decodes >= 2
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["late copies", "early copies"])
+@pytest.mark.parametrize("eager", [False, slow(True)], ids=["late copies", "early copies"])
 @pytest.mark.parametrize(
     ("outer", "count", "lookahead"),
     [((EMBED,), 3, 1), ((EMBED,), 5, 1), ((EMBED, HEAD), 4, 2), ((EMBED,), 2, 3)],

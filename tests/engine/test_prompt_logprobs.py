@@ -7,6 +7,7 @@ from engine import SamplingParams
 from engine.asked.request import RequestOutput
 from tests.engine.conftest import TinyModels
 from tests.engine.groups import with_blocks
+from tests.slow import mostly_slow
 from tests.tiny import FAMILIES, greedy_params, make_prompt, open_llm
 
 PROMPTS = [make_prompt(length, seed=4) for length in (1, 2, 37, 90)]
@@ -32,7 +33,7 @@ def check(tiny: TinyModels, family: str, output: RequestOutput, width: int = 3) 
             assert value == pytest.approx(float(row[each]), abs=2e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x in {"qwen2", "gemma3"}))
 def test_they_are_those_of_transformers(tiny: TinyModels, family: str) -> None:
     """In parts of 16 tokens, beside prompts that do not ask, and with every layer offloaded."""
     sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 3, "offload_group_size": 1}

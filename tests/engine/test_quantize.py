@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import CheckpointError, ConfigError
 from engine.model.formats import EMBEDDING, HEAD
 from tests.engine.quantised import SIZES, WAYS, change_config, read_back, write
+from tests.slow import slow
 from tests.tiny import greedy, greedy_of_transformers, hf_model, make_prompt, open_llm, save
 
 PROMPTS = [make_prompt(length, seed=4) for length in (70, 9, 1)]
@@ -74,8 +75,17 @@ def made(single_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return checkpoint
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        ("bfloat16", 4),
+        ("float16", 8),
+        slow("float32", 4),
+        slow("bfloat16", 8),
+        slow("float16", 4),
+        slow("float32", 8),
+    ],
+)
 def test_weights_are_those_of_a_slow_reference(dtype, bits, made):
     folder, plain, meant = made(dtype, bits)
     for computed in ("float32", "bfloat16", "float16"):

@@ -48,6 +48,7 @@ def test_glass_in_every_placement(glass_model_dir: Path, single_thread: None) ->
         llm.close()
 
 
+@pytest.mark.slow
 def test_glass_up_to_its_context(glass_model_dir: Path, single_thread: None) -> None:
     llm = open_llm(glass_model_dir, offload_group_size=1)
     prompts = [[5 + i % 1000 for i in range(length)] for length in (127, 120, 64)]

@@ -94,7 +94,7 @@ def _spec(layers: int) -> Any:
     )
 
 
-@pytest.mark.parametrize(("most", "count"), [(4, 18), pytest.param(6, 71, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("most", "count"), [(3, 8), slow(4, 18), slow(6, 71)])
 def test_prefetch_with_every_split_of_a_few_layers(
     residents: Residents, most: int, count: int
 ) -> None:
@@ -124,9 +124,10 @@ def test_more_steps_ahead_than_layers_give_a_slot_to_each_layer(residents: Resid
         llm.close()
 
 
-@pytest.mark.parametrize(
-    "name", [*mostly_slow(OFFLOADS, lambda x: x in {"prefetch", "uva of all, staged"}), *ODD]
-)
+FAST = ("uva of all, staged", "layers of different sizes", "different sizes, three slots")
+
+
+@pytest.mark.parametrize("name", [*mostly_slow(OFFLOADS | ODD, lambda x: x in FAST)])
 def test_every_placement_in_every_order(residents: Residents, name: str) -> None:
     llm = residents.open(LAYERS, **(OFFLOADS | ODD)[name])
     for policy in POLICIES:
@@ -154,7 +155,7 @@ def test_other_families_in_any_order(residents: Residents, family: str) -> None:
         llm.close()
 
 
-@pytest.mark.parametrize("switch", ["TIGHTFIT_DISABLE_UVA", "TIGHTFIT_DISABLE_PIN_MEMORY"])
+@pytest.mark.parametrize("switch", ["TIGHTFIT_DISABLE_UVA", slow("TIGHTFIT_DISABLE_PIN_MEMORY")])
 def test_copies_on_demand_in_any_order(
     residents: Residents, monkeypatch: pytest.MonkeyPatch, switch: str
 ) -> None:
@@ -167,7 +168,9 @@ def test_copies_on_demand_in_any_order(
         llm.close()
 
 
-@pytest.mark.parametrize(("outer", "count", "lookahead"), [((EMBED,), 3, 1), ((EMBED, HEAD), 5, 2)])
+@pytest.mark.parametrize(
+    ("outer", "count", "lookahead"), [slow((EMBED,), 3, 1), ((EMBED, HEAD), 5, 2)]
+)
 def test_an_embedding_in_place_beside_copied_layers_in_any_order(
     residents: Residents,
     outer: tuple[str, ...],
@@ -187,9 +190,10 @@ LOAD = [make_prompt(1 + 7 * index % 34, seed=index, vocab=61) for index in range
 
 @pytest.fixture(scope="module")
 def load_tokens(residents: Residents) -> list[list[int]]:
-    """What each request of LOAD gets alone, with nothing offloaded."""
+    """What each request of LOAD gets where nothing is offloaded and all has room."""
     llm = residents.open(LAYERS)
-    found = [greedy(llm, [prompt], 20)[0] for prompt in LOAD]
+    found = greedy(llm, LOAD, 20)
+    assert llm.stats()["preemptions"] == 0
     llm.close()
     return found
 
@@ -237,7 +241,9 @@ def test_random_loads_in_any_order(
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"offload_group_size": 1}, {"cpu_offload_gb": 1, "uva_stage_tokens": 2}], ids=str
+    "keywords",
+    [{"offload_group_size": 1}, slow({"cpu_offload_gb": 1, "uva_stage_tokens": 2})],
+    ids=str,
 )
 def test_steps_that_fail_amid_their_layers_change_no_token(
     residents: Residents, monkeypatch: pytest.MonkeyPatch, keywords: dict[str, Any]
@@ -287,7 +293,7 @@ def check_caught(residents: Residents, keywords: dict[str, Any], policies: list[
         llm.close()
 
 
-@pytest.mark.parametrize("keywords", [ALL, STAGED], ids=["prefetch", "staged"])
+@pytest.mark.parametrize("keywords", [ALL, slow(STAGED)], ids=["prefetch", "staged"])
 def test_control_one_skipped_wait_of_compute_changes_tokens(
     residents: Residents, monkeypatch: pytest.MonkeyPatch, keywords: dict[str, Any]
 ) -> None:

@@ -33,9 +33,7 @@ LIMITS = ((8, 11, 3), (32, 33, 8), (128, 70, 1))
 """Tokens of a block, tokens of a step, sequences at once; gemma3 gets all, the others one each."""
 
 
-@pytest.mark.parametrize(
-    "variant", mostly_slow(WINDOWS, lambda x: x in {"mistral_window", "qwen2_window"})
-)
+@pytest.mark.parametrize("variant", mostly_slow(WINDOWS, lambda x: x == "mistral_window"))
 def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
     tiny: TinyModels, variant: str
 ) -> None:
@@ -77,7 +75,7 @@ def test_a_window_off_by_one_changes_tokens(
         with monkeypatch.context() as patch:
             with_groups(patch, partial(wider, by=change))
             llm = open_llm(tiny.folder(variant), max_model_len=200)
-        found.append(greedy(llm, prompts, 40))
+        found.append(greedy(llm, prompts, 30))
         llm.close()
     assert found[0] not in found[1:]
 
@@ -114,8 +112,11 @@ def test_tokens_do_not_depend_on_preemption_and_offload(
     pools: tuple[int | None, ...],
     offload: dict[str, Any],
 ) -> None:
+    """As in a roomy engine, which other tests hold against transformers."""
     prompts = [make_prompt(length, seed=2) for length in (17, 20, 26, 30)]
-    expected = tiny.greedy(variant, prompts, 70)
+    with open_llm(tiny.folder(variant), max_model_len=120) as roomy:
+        expected = greedy(roomy, prompts, 70)
+        assert roomy.stats()["preemptions"] == 0
     with_blocks(monkeypatch, *pools)
     llm = open_llm(
         tiny.folder(variant), max_model_len=120, block_size=8, max_num_batched_tokens=40, **offload

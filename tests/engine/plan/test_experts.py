@@ -27,6 +27,7 @@ from engine.plan.times import shape_of, step_s
 from engine.plan.units import CACHED, UVA
 from kernels.sizes import expert_cache_bytes
 from tests.engine.specs import GIB, H200
+from tests.slow import slow
 
 A3B = ModelSpec(
     model_type="qwen3_moe",
@@ -184,10 +185,10 @@ def simulated_hits(reuse: float | None, num_slots: int, num_experts: int, top_k:
 @pytest.mark.parametrize(
     ("reuse", "num_slots", "num_experts", "top_k"),
     [
-        (None, 42, 128, 8),
+        slow(None, 42, 128, 8),
         (None, 8, 16, 4),
-        (0.8, 42, 128, 8),
-        (0.8, 90, 128, 8),
+        slow(0.8, 42, 128, 8),
+        slow(0.8, 90, 128, 8),
         (0.5, 80, 128, 8),
         (0.9, 40, 64, 6),
     ],

@@ -32,6 +32,7 @@ from tests.engine.specs import (
     small_spec,
     uva,
 )
+from tests.slow import slow
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 
@@ -85,8 +86,17 @@ def test_the_longest_sequence_is_that_of_both_tiers() -> None:
         assert f"engine.max_model_len={longest}" in advised(error.value)
 
 
-@pytest.mark.parametrize("kv", [None, {"num_cpu_blocks": 40}, {"swap_space": 0.001}])
-@pytest.mark.parametrize("memory_gib", [0.003, 0.0036, 0.005])
+TIERS = (None, {"num_cpu_blocks": 40}, {"swap_space": 0.001})
+
+
+@pytest.mark.parametrize(
+    ("kv", "memory_gib"),
+    [
+        (kv, memory_gib) if at == other else slow(kv, memory_gib)
+        for at, kv in enumerate(TIERS)
+        for other, memory_gib in enumerate((0.003, 0.0036, 0.005))
+    ],
+)
 def test_an_advised_length_is_the_longest_that_planning_takes(
     kv: dict[str, Any] | None, memory_gib: float
 ) -> None:
@@ -142,8 +152,14 @@ def test_stages_and_numbers_of_moves_are_counted_where_they_are_needed() -> None
     )
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 8, 500, 600, 5000])
-@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize(
+    ("blocks", "block_size"),
+    [
+        (blocks, block_size) if (at + other) % 3 == 0 else slow(blocks, block_size)
+        for at, blocks in enumerate((1, 3, 8, 500, 600, 5000))
+        for other, block_size in enumerate((8, 16, 128))
+    ],
+)
 def test_a_stage_holds_no_more_than_the_tier_and_no_less_than_a_tile(
     blocks: int, block_size: int
 ) -> None:

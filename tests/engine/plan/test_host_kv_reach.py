@@ -16,7 +16,7 @@ from tests.engine.specs import CPU, GIB, check_plan, configuration, model_specs
 LIMITS = {"max_num_seqs": 4, "gpu_memory_utilization": 1.0}
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     spec=model_specs(),
     on_gpu=st.floats(0.05, 1.2),

@@ -19,6 +19,7 @@ from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.groups import with_blocks
 from tests.engine.late import drain, make_late
+from tests.slow import slow
 from tests.tiny import greedy, greedy_params, make_prompt, open_llm, tokens_of
 
 PROMPTS = [make_prompt(length, seed=5) for length in (1, 12, 30, 7, 18)]
@@ -73,8 +74,9 @@ def expected(text_folder: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
-@pytest.mark.parametrize("num_blocks", [None, 9])
+@pytest.mark.parametrize(
+    ("num_blocks", "late"), [(None, False), (9, True), slow(None, True), slow(9, False)]
+)
 def test_every_kind_of_sampling_gives_the_tokens_of_steps_that_do_not_overlap(
     text_folder: Path,
     expected: list[Any],

@@ -9,6 +9,7 @@ import pytest
 from engine import LLM
 from tests.engine.conftest import TinyModels
 from tests.engine.late import drain, make_late
+from tests.slow import slow
 from tests.tiny import greedy, greedy_params, make_prompt, open_llm
 
 PROMPTS = [make_prompt(length, seed=5) for length in (1, 12, 30, 7, 18)]
@@ -64,8 +65,15 @@ def test_requests_may_be_aborted_and_named_again_while_in_flight(
 
 
 @pytest.mark.parametrize("where", ["prepare", "execute", "enqueue", "mark"])
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize(
+    ("kind", "late"),
+    [
+        (RuntimeError, False),
+        (KeyboardInterrupt, True),
+        slow(RuntimeError, True),
+        slow(KeyboardInterrupt, False),
+    ],
+)
 def test_a_launch_that_fails_leaves_the_step_in_flight(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, where: str, kind: type, late: bool
 ) -> None:

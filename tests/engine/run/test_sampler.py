@@ -126,7 +126,7 @@ def batches(draw):
     return make_logits(draw(st.integers(0, 10**6)), number, step=step), rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(batch=batches(), select=st.booleans())
 def test_equals_the_slow_way(batch, select):
     logits, rows = batch
@@ -153,7 +153,7 @@ def test_equals_the_slow_way(batch, select):
             assert value == pytest.approx(float(logprobs[at, token_id]), abs=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(batch=batches(), portion=st.integers(1, 3), order=st.randoms(use_true_random=False))
 def test_batch_and_order_do_not_matter(batch, portion, order):
     logits, rows = batch

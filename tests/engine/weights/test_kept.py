@@ -129,7 +129,9 @@ def run(folder: Path, **keywords: Any) -> tuple[list[list[int]], list[str], dict
     return found
 
 
-@pytest.mark.parametrize("place", [{}, slow({"cpu_offload_gb": 1}), {"offload_group_size": 2}])
+@pytest.mark.parametrize(
+    "place", [slow({}), slow({"cpu_offload_gb": 1}), {"offload_group_size": 2}]
+)
 def test_the_second_load_reads_no_packed_tensor_of_the_checkpoint(
     folder: Path, expected: list[list[int]], reads: Reads, place: dict[str, Any]
 ) -> None:
@@ -245,8 +247,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "touched": (touched, "is of another state of the checkpoint"),
     "retrained": (retrained, "is of another state of the checkpoint"),
 }
-QUICK = ("bit", "cut", "version", "touched")
-"""One of each reason."""
+QUICK = ("bit", "version")
+"""Noticed by what is read, and before."""
 
 
 def first_byte(folder: Path) -> int:
