@@ -15,6 +15,7 @@ from kernels.cuda import driver, experts, loaders, products
 from kernels.cuda.driver import Kernel
 from kernels.cuda.restore import restore_kernel
 from kernels.ops import codes, linear, quantised
+from tests.slow import slow
 
 KIB = 1024
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (12, 0): 99}
@@ -105,13 +106,23 @@ def test_blocks_of_experts_fit_every_card_and_add_in_one_order(capability, is_ga
             assert tile.stages >= 2 * loader.steps
 
 
-@pytest.mark.parametrize("loader", [loaders.PLAIN, loaders.CODES, QUANTISED[0]], ids=str)
-def test_products_with_experts_compile(loader):
-    for tokens, is_gated, capability in ((1, True, (8, 6)), (64, False, (9, 0))):
-        room = CARDS[capability] * KIB
-        tile = experts.experts_tile(tokens, loader, room, is_gated=is_gated)
-        kernel = tile.kernel(loader, is_gated=is_gated, is_half=False, has_experts=True)
-        assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
+@pytest.mark.parametrize(
+    ("loader", "tokens", "is_gated", "capability"),
+    [
+        (loaders.PLAIN, 1, True, (8, 6)),
+        slow(loaders.PLAIN, 64, False, (9, 0)),
+        slow(loaders.CODES, 1, True, (8, 6)),
+        (loaders.CODES, 64, False, (9, 0)),
+        (QUANTISED[0], 1, True, (8, 6)),
+        slow(QUANTISED[0], 64, False, (9, 0)),
+    ],
+    ids=str,
+)
+def test_products_with_experts_compile(loader, tokens, is_gated, capability):
+    room = CARDS[capability] * KIB
+    tile = experts.experts_tile(tokens, loader, room, is_gated=is_gated)
+    kernel = tile.kernel(loader, is_gated=is_gated, is_half=False, has_experts=True)
+    assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
 
 
 def test_wide_products_are_hoppers_alone():

@@ -7,6 +7,7 @@ from kernels.ops import experts as ops
 from kernels.ops.checks import KernelArgumentError
 from kernels.ref import experts as ref
 from kernels.sizes import MAX_SMALL_TOKENS
+from tests.slow import slow
 
 
 def kernel_route(logits, top_k, **given):
@@ -62,13 +63,13 @@ def weights_of(num_slots, hidden, ffn, dtype, rng):
 CASES = [
     # tokens, experts of each, slots, hidden, ffn, kind
     (1, 2, 6, 64, 32, "uniform"),
-    (1, 8, 8, 64, 48, "uniform"),
+    slow(1, 8, 8, 64, 48, "uniform"),
     (3, 1, 5, 40, 24, "uniform"),
     (16, 2, 4, 64, 32, "one"),
     (17, 2, 40, 32, 16, "uniform"),
-    (40, 3, 4, 32, 16, "one"),
+    slow(40, 3, 4, 32, 16, "one"),
     (33, 2, 5, 32, 16, "holes"),
-    (64, 4, 4, 32, 16, "uniform"),
+    slow(64, 4, 4, 32, 16, "uniform"),
     (70, 2, 5, 40, 24, "holes"),
     (130, 1, 3, 32, 16, "one"),
 ]
@@ -107,8 +108,9 @@ def test_biases_and_a_clamped_gate(device, rng, num_tokens):
         torch.testing.assert_close(found[3, 0].double(), made, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [5, 70])
-@pytest.mark.parametrize("is_gelu", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "is_gelu"), [(5, True), (70, False), slow(5, False), slow(70, True)]
+)
 def test_products_in_bfloat16(device, rng, num_tokens, is_gelu):
     x = torch.randn((num_tokens, 64), generator=rng, device=device).bfloat16()
     w13, w2 = weights_of(4, 64, 32, torch.bfloat16, rng)
@@ -118,14 +120,14 @@ def test_products_in_bfloat16(device, rng, num_tokens, is_gelu):
     torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("total", [20, 80])
+@pytest.mark.parametrize("total", [7, slow(20), 80])
 def test_a_row_depends_on_no_other_and_on_no_place(device, rng, total):
     """Not on the batch (up to 64 tokens, or more), the order of experts, or their slots."""
     x = torch.randn((total, 64), generator=rng, device=device).bfloat16()
     w13, w2 = weights_of(6, 64, 32, torch.bfloat16, rng)
     slots = slots_of("one", total, 3, 6, rng)
     whole = kernel_products(x, w13, w2, slots)
-    for size in (1, 16) if total <= MAX_SMALL_TOKENS else (65,):
+    for size in {7: (1, 5), 20: (1, 16), 80: (65,)}[total]:
         part = kernel_products(x[:size].clone(), w13, w2, slots[:size].contiguous())
         assert torch.equal(part, whole[:size])
     turned = kernel_products(x, w13, w2, slots.flip(1).contiguous())
@@ -137,7 +139,7 @@ def test_a_row_depends_on_no_other_and_on_no_place(device, rng, total):
     assert torch.equal(moved, whole)
 
 
-@pytest.mark.parametrize("total", [20, 80])
+@pytest.mark.parametrize("total", [7, slow(20), 80])
 def test_parts_of_a_step_make_what_the_whole_does(device, rng, total):
     x = torch.randn((total, 64), generator=rng, device=device).bfloat16()
     w13, w2 = weights_of(6, 64, 32, torch.bfloat16, rng)
@@ -150,8 +152,9 @@ def test_parts_of_a_step_make_what_the_whole_does(device, rng, total):
     assert torch.equal(parts, whole)
 
 
-@pytest.mark.parametrize("num_experts", [4, 60])
-@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
+    ("num_experts", "renormalise"), [(4, False), (60, True), slow(4, True), slow(60, False)]
+)
 def test_routing_equals_twin(device, rng, num_experts, renormalise):
     logits = torch.randn((9, num_experts), generator=rng, device=device)
     rows = torch.tensor([0, -1, 5, 3, -1, 2, 1, 7, 8], device=device)

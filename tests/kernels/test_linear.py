@@ -7,8 +7,9 @@ from kernels.ops.checks import KernelArgumentError
 from kernels.ref import linear as ref
 from tests.kernels.cases import randn
 from tests.kernels.tolerances import PRODUCT, assert_close
+from tests.slow import slow
 
-HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=str)
 
 # tokens, inputs, outputs
 KERNEL_SHAPES = [(1, 256, 128), (3, 1160, 72), (16, 130, 65), (17, 96, 16), (40, 128, 7)]
@@ -59,8 +60,10 @@ def test_kernel_matches_twin(shape, has_bias, dtype, rng):
     assert_close(out, ref.linear(x.contiguous(), weight, bias), PRODUCT)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize("size_in", [512, 90])
+@pytest.mark.parametrize(
+    ("size_in", "parts"),
+    [(512, 4), (90, 2), (90, 1), slow(512, 2), slow(512, 1), slow(90, 4)],
+)
 def test_kernel_adds_parts_and_leaves_its_counters_at_zero(size_in, parts, rng):
     from kernels.triton import small_linear
     from kernels.triton.tiles import LinearTile
@@ -76,7 +79,7 @@ def test_kernel_adds_parts_and_leaves_its_counters_at_zero(size_in, parts, rng):
         assert (counters == 0).all()
 
 
-@pytest.mark.parametrize("size", [(64, 128), (320, 1024)], ids=str)
+@pytest.mark.parametrize("size", [(64, 128), slow((320, 1024))], ids=str)
 def test_kernel_result_of_a_token_is_the_same_alone_and_among_16(size, rng):
     from kernels.triton import small_linear
 

@@ -6,8 +6,9 @@ from kernels.ops.checks import KernelArgumentError
 from kernels.ref import linear as ref
 from tests.kernels.cases import randn
 from tests.kernels.tolerances import GATED, assert_close
+from tests.slow import slow
 
-HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=str)
 
 
 def draw(tokens, size_in, size_out, dtype, rng, *, has_bias):

@@ -10,6 +10,7 @@ from tests.kernels.cases import randn
 from tests.kernels.test_rotary_write_kv import Inputs
 from tests.kernels.test_rotary_write_kv import kernel as rotary_kernel
 from tests.kernels.tolerances import ROUNDED_ONCE, ROUNDED_TWICE, assert_close
+from tests.slow import slow
 
 
 def test_twin_is_the_formula_of_gemma(dtype, rng):
@@ -38,7 +39,7 @@ def test_kernels_match_their_twins(dtype, rng):
     assert_close(residual, twin_residual, ROUNDED_TWICE)
 
 
-@pytest.mark.parametrize("kind", ["head", "full"])
+@pytest.mark.parametrize("kind", ["head", slow("full")])
 def test_rotary_matches_its_twin(kind, dtype, rng):
     inputs = Inputs((4, 6, 2, 32, 32, 16), kind, dtype, rng)
     q, cache = inputs.run(lambda *arguments: rotary_kernel(*arguments, 1.0))

@@ -8,6 +8,7 @@ from kernels.ref import attention as ref
 from kernels.sizes import DECODE_SPLIT_TOKENS, decode_workspace_bytes
 from tests.kernels.cases import dense_attention, flat, fused_heads, paged_cache
 from tests.kernels.tolerances import ATTENTION, assert_close
+from tests.slow import slow
 
 SPLIT = DECODE_SPLIT_TOKENS
 
@@ -26,8 +27,9 @@ CASES = [
 
 CASES_AND_DTYPES = [
     *[(case, torch.float32) for case in CASES],
-    *[(case, torch.bfloat16) for case in CASES[2:5]],
-    *[pytest.param(case, torch.float16, marks=pytest.mark.slow) for case in CASES[2:5]],
+    (CASES[2], torch.bfloat16),
+    *[slow(case, torch.bfloat16) for case in CASES[3:5]],
+    *[slow(case, torch.float16) for case in CASES[2:5]],
 ]
 
 
