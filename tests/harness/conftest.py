@@ -7,7 +7,7 @@ import pytest
 from catalogue.processes import start_child
 from harness.systems.fake import ScriptedClock
 from tests.harness import fakes
-from tests.harness.forked import fork_child
+from tests.harness.forked import fork_child, git_state_once, start_idle_sampler
 from tests.harness.work import virtual
 
 STARTS_S = (0.0, 1e3, 1e6, 1e7)
@@ -29,8 +29,13 @@ def clock_start_s(request, monkeypatch):
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Have workers of the fake engine begin as forks of this process, not as new interpreters."""
+    """Have workers of the fake engine begin as forks of this process, not as new interpreters.
+
+    Their telemetry has no rows, and the commit is asked for once: both have tests of their own.
+    """
     monkeypatch.setattr("harness.point.process.start_child", fork_child)
+    monkeypatch.setattr("harness.observe.run.start_child", start_idle_sampler)
+    monkeypatch.setattr("harness.observe.environment.git_state", git_state_once)
 
 
 @pytest.fixture

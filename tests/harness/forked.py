@@ -1,5 +1,6 @@
 """Workers of the fake engine that are forked from the test's process: the imports are made."""
 
+import functools
 import gc
 import os
 import signal
@@ -10,7 +11,11 @@ from pathlib import Path
 
 import harness.worker  # noqa: F401  once, not in each fork
 from catalogue.processes import start_child
+from harness.observe.environment import git_state
+from harness.observe.spool import SPOOL_NAME
 from tests.harness import fakes
+
+git_state_once = functools.cache(git_state)
 
 
 class Forked:
@@ -49,6 +54,14 @@ def fork_child(command, *, stdin, stdout, stderr, environ=None):
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(code)
+
+
+def start_idle_sampler(command, **options):
+    """Start what stands in for a sampler: a spool without rows, until its input is closed."""
+    assert "harness.observe.sampler" in command
+    spool = Path(command[command.index("--parent") - 1]) / SPOOL_NAME
+    code = f"import sys; open({str(spool)!r}, 'w').close(); sys.stdin.read()"
+    return start_child([sys.executable, "-I", "-S", "-c", code], **options)
 
 
 def _begin(log, environ):

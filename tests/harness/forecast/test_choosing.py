@@ -45,6 +45,7 @@ def test_a_row_says_what_stays_on_each_card() -> None:
     assert re.fullmatch(r"3\.\d GiB off \d+\.\d, 4-bit \d+\.\d", cells["rtx3060_12gb"])
 
 
+@pytest.mark.slow
 def test_a_row_has_a_cell_for_each_size() -> None:
     cells = model_row("olmo7b").strip("| ").split(" | ")
     assert cells[:2] == ["olmo7b", "13.6"]

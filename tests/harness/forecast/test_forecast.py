@@ -285,6 +285,7 @@ def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
     assert "Shorter engine.max_model_len=4" in said(refused)
 
 
+@pytest.mark.slow
 def test_swap_space_that_moves_weights_is_held_against_auto(composer: Composer) -> None:
     found = found_of(
         composer,
@@ -494,7 +495,7 @@ def test_a_sweep_is_one_table_and_a_csv_file(
     capsys: pytest.CaptureFixture[str], home: Path
 ) -> None:
     command = ["-m", "+model=olmo7b", "gpu=rtx3060_12gb,rtx4090_24gb", "offload=none,auto"]
-    assert main([*command, "mode=plan"]) == 0
+    assert main([*command, "mode=plan", PLAIN, "scenario=latency"]) == 0
     out = capsys.readouterr().out
     assert "gpu=rtx3060_12gb offload=none" in out
     assert "4 points, 1 does not fit with its settings; running the others takes about" in out
@@ -531,6 +532,7 @@ def test_arrivals_take_their_time(
     assert least < found.minutes(found.rows[0].plan) < most
 
 
+@pytest.mark.slow
 def test_repeats_and_rates_of_a_search_count(composer: Composer) -> None:
     base = ("+model=olmo7b", "gpu=rtx4080_16gb", "scenario=throughput")
     few, many = (

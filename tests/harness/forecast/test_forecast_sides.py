@@ -19,7 +19,7 @@ def test_a_peer_is_not_planned_but_others_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("harness.sweep.plan.build_report", lambda folder: [])
-    assert main(["mode=plan", "+experiment=peers", "gpu.host_gib=64"]) == 0
+    assert main(["mode=plan", "+experiment=peers", "scenario=latency", "gpu.host_gib=64"]) == 0
     out = capsys.readouterr().out
     assert out.count("system=accelerate") == 1
     assert "1 point, all fit" in out

@@ -150,7 +150,9 @@ def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("engine.device.machine.open_gpu", lambda: card)
 
     def found(gpu: str) -> Forecast:
-        (point,) = composer.plan(["mode=plan", "+model=olmo7b", f"gpu={gpu}"]).points
+        (point,) = composer.plan(
+            ["mode=plan", "+model=olmo7b", f"gpu={gpu}", "scenario=latency"]
+        ).points
         return forecast(point.config, tuple(point.overrides))
 
     before = found("l4_24gb")

@@ -44,7 +44,8 @@ def run(tmp_path, decode_s):
 
 def test_a_card_in_trouble(tmp_path, stand_in):
     stand_in(bits=0x40 | 0x8, temperature=91, gen=3, pids=[1, 2], rx_kb_s=10**7)
-    record = run(tmp_path, decode_s=0.07)  # 1.42 s
+    record = run(tmp_path, decode_s=0.07)  # 1.42 s, or longer on a machine under load
+    [window] = record.effective["telemetry"]["windows"]
     assert (record.status, record.valid) == ("ok", False)
     text = "\n".join(record.reasons)
     assert "throughput: 1 other process computed" in text
@@ -55,10 +56,12 @@ def test_a_card_in_trouble(tmp_path, stand_in):
     metrics = record.metrics
     assert metrics["gpu/throttled_share"] == 1
     assert metrics["gpu/temperature_c"] == 91
-    assert metrics["telemetry/rows_hz"] == pytest.approx(10, rel=0.2)
+    assert 2 < metrics["telemetry/rows_hz"] < 12  # 10, on a machine that has the time
     assert metrics["gpu/sm_clock_mhz/p50"] == 1980
     assert metrics["link/nvml_h2d_gb_s"] is None  # read every 5 s, and five readings are needed
-    assert metrics["energy/total_j"] == pytest.approx(100 * 1.42, rel=0.1)
+    assert metrics["energy/total_j"] == pytest.approx(
+        100 * (window["end_s"] - window["begin_s"]), rel=0.15
+    )
     assert metrics["energy/j_per_token"] == pytest.approx(metrics["energy/total_j"] / 42)
     assert record.environment["gpu"]["pcie"]["max_gen"] == 5
     assert record.environment["cuda"]["driver"] == "13.0"

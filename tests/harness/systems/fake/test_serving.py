@@ -130,8 +130,8 @@ def test_the_highest_rate_that_keeps_the_slo_is_the_one_worked_out(tmp_path):
         max_concurrency=1,
         slo=Objectives(ttft_ms=100),
         search=PeakSearch(
-            low_per_s=20,
-            high_per_s=100,
+            low_per_s=45,
+            high_per_s=60,
             good_share=0.95,
             tolerance=0.01,
             max_trials=12,

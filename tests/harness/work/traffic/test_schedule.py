@@ -1,7 +1,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config.serve import Arrivals, Lengths, Prefixes, Seeds, TraceSource, Turns
@@ -42,6 +42,7 @@ def test_a_rate_needs_two_times_apart():
     assert mean_rate([5.0, 3.0, 4.0]) == 1.0
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_each_seed_changes_its_own_part_alone(prompts, order, arrivals):
     def make(**changes):
