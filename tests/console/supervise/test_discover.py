@@ -111,7 +111,7 @@ def test_one_that_never_answers_delays_no_other(monkeypatch: pytest.MonkeyPatch)
     begin_s = time.monotonic()
     found = asyncio.run(found_with(*[None] * discover.AT_ONCE, http(200, MODELS)))
     assert len(found) == 1
-    assert time.monotonic() - begin_s < 5
+    assert time.monotonic() - begin_s < 60
 
 
 def test_others_are_asked_more_and_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_the_server_is_served_and_shown(database: Database, home: Path, tmp_path: Path) -> None:
     async def run() -> None:
         path = write_model(tmp_path / "tiny [1]")

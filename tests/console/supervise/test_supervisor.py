@@ -175,7 +175,7 @@ def test_nothing_is_left_when_the_console_is_killed(database: Database, home: Pa
     lone.kill()
     lone.wait()
     lone.stdout.close()
-    server.wait(5)
+    server.wait(60)
     assert not server.is_running()
 
 
