@@ -260,16 +260,10 @@ assert isinstance(plan.formats[name], PackedFormat)
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    """A copy that has a toy of each kind, in which the program has run."""
+    """A copy that has a toy of each kind."""
     copy = Copy(tmp_path_factory.mktemp("places"))
     for add in (add_metric, add_setting, add_backend, add_format, add_part):
         add(copy)
-    environ = {**os.environ, "PYTHONPATH": str(copy.folder), "TIGHTFIT_HOME": str(copy.folder)}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(
-        command, cwd=copy.folder, env=environ, capture_output=True, check=False, encoding="utf-8"
-    )
-    assert done.returncode == 0, done.stderr
     return copy
 
 
@@ -278,3 +272,14 @@ def test_what_is_added_touches_few_files(kind: str, changed: Copy) -> None:
     touched = changed.touched[kind]
     num_tests = 1 if kind == "format" else 0
     assert 0 < len(touched) + num_tests <= MOST[kind], sorted(touched)
+
+
+@pytest.mark.slow  # an interpreter that compiles the copy and imports torch takes seconds
+def test_what_is_added_works(changed: Copy) -> None:
+    folder = str(changed.folder)
+    environ = {**os.environ, "PYTHONPATH": folder, "TIGHTFIT_HOME": folder}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, check=False, encoding="utf-8"
+    )
+    assert done.returncode == 0, done.stderr

@@ -14,11 +14,18 @@ from tests.reports.examples import GIB, gib, latency_rows, no_fit_record, ok_rec
 from tests.reports.figures.pictures import LIGHT, drawn, pixels, rgb, share_near
 from tests.reports.figures.test_comparisons import rows_of
 from tests.reports.pages.test_write import read_html
-from tests.slow import slow
+from tests.slow import mostly_slow, slow
 
 
 @pytest.mark.parametrize(
-    ("name", "theme"), [*((name, "light") for name in sorted(FIGURES)), ("throughput", "dark")]
+    ("name", "theme"),
+    [
+        *(
+            (name, "light") if name in {"memory", "latency"} else slow(name, "light")
+            for name in FIGURES
+        ),
+        ("throughput", "dark"),
+    ],
 )
 def test_figures_of_a_run_are_pngs_on_the_themes_ground(name, theme):
     image = pixels(drawn(name, theme))
@@ -148,7 +155,7 @@ USUAL = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(TIME_FIGURES))
+@pytest.mark.parametrize("name", mostly_slow(TIME_FIGURES, "memory_time".__eq__))
 def test_figures_over_time_are_drawn(name):
     record = ok_record()
     record.metrics["memory/gpu_budget_gib"] = 13.6
