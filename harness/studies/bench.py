@@ -15,6 +15,7 @@ from harness.studies.table import (
     grid,
     lacks,
     make_row,
+    moved_bytes,
     rate_table,
     touched_s,
 )
@@ -75,10 +76,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
-def _moved(figures: Figures) -> int:
-    return int(figures["h2d_bytes"] + figures["in_place_bytes"])
-
-
 def _moved_text(figures: Figures) -> str:
     kinds = (("h2d_bytes", "copied"), ("in_place_bytes", "in place"))
     parts = [f"{figures[key] / 1e9:.3f} GB {how}" for key, how in kinds if figures[key]]
@@ -102,7 +99,7 @@ def _stream_rows(found: Found) -> Iterator[Row]:
             continue
         probe, least, word = kinds[_kind(name)]
         for batch, run in result.decodes():
-            moved = _moved(run)
+            moved = moved_bytes(run)
             text = f"{_ms(run['step_s'])} ({_moved_text(run)})"
             what = f"{result.title}, batch {batch}: bytes / step time / {word}"
             share = _share(moved, run["step_s"], result.rate(probe)) if moved else None
@@ -194,7 +191,7 @@ def _planned_rows(found: Found) -> Iterator[Row]:
     """Bytes of a decode step as the engine counts them, against the plan."""
     for result in found.values():
         pairs = [
-            (_moved(run), run["planned_h2d_bytes"] + run["planned_in_place_bytes"])
+            (moved_bytes(run), run["planned_h2d_bytes"] + run["planned_in_place_bytes"])
             for _, run in result.decodes()
         ]
         worst = max(pairs, key=lambda p: abs(p[0] / p[1] - 1) if p[1] else p[0], default=(0, 0))
@@ -332,8 +329,8 @@ def _headline(found: Found) -> list[str]:
         plan, probe = record.plan or {}, shares.get(name, ("h2d", "of copies"))
         placed = plan["placements"]
         off = sum(size for place, size in placed.items() if place != "resident") / GIB
-        rate = result.rate(probe[0])
-        share = f"{_moved(runs[1]) / runs[1]['step_s'] / 1e9 / rate:.2f} {probe[1]}" if rate else ""
+        part = _share(moved_bytes(runs[1]), runs[1]["step_s"], result.rate(probe[0]))
+        share = "" if part is None else f"{part:.2f} {probe[1]}"
         many = f"{64 / runs[64]['step_s']:.0f}" if 64 in runs else ""
         used = f"{record.config['engine']['gpu_memory_utilization']:g}"
         step = f"{runs[1]['step_s'] * 1e3:.0f} ms"

@@ -8,20 +8,19 @@ from functools import partial
 from typing import Final
 
 from harness.studies.table import (
-    Figures,
     Found,
     Judged,
-    LackError,
     Targets,
     Value,
+    bare_of,
     decode_of,
     engine_table,
     known,
     lacks,
     rate_table,
     require,
+    sample_of,
     step_ratio,
-    steps_of,
 )
 
 CARD: Final = "H200"
@@ -54,11 +53,12 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
     for name, ratio in OVER_TARGETS.items():
         words = name.replace("_", " ")
         what = f"bf16 in 21.6 GiB, batch 1: tokens/s, cached / {words}"
-        table.add(f"{name} cached", what, step_ratio(name, "cached", 1), batch=1, least=ratio)
+        value = partial(step_ratio, name, "cached", 1)
+        table.add(f"{name} cached", what, value, batch=1, least=ratio)
     for name, targets in RATE_TARGETS.items():
-        title = found[name].title if name in found else name
         for batch, least in targets.items():
-            what, value = f"{title}, batch {batch}: tokens/s", partial(_tokens_s, name, batch)
+            what = f"{table.title(name)}, batch {batch}: tokens/s"
+            value = partial(_tokens_s, name, batch)
             table.add(name, what, value, batch=batch, is_ratio=False, least=least)
     what = "resident, batch 1: bytes of weights / step time / copy rate"
     table.add("resident", what, _read_share, batch=1, least=LEAST_READ)
@@ -66,8 +66,8 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
         what = f"{words} / {rate} rate"
         table.add("bare", what, partial(_bare_share, name), least=least)
     for name in ENDS:
-        title = found[name].title if name in found else name
-        table.add(name, f"{title}: share of requests answered", partial(_ended, name), least=1)
+        what = f"{table.title(name)}: share of requests answered"
+        table.add(name, what, partial(_ended, name), least=1)
     what = "one of 131,072 tokens: step / time of its host blocks on the link"
     table.add("longest", what, _over_bound, most=MOST_OVER_BOUND)
     lacking = lacks(found) if card else []
@@ -85,39 +85,27 @@ def _tokens_s(name: str, batch: int, found: Found) -> Value:
 
 
 def _read_share(found: Found) -> Value:
-    run, read = decode_of(found, "resident", 1), steps_of(found, "resident")["read_bytes"]
+    run, read = decode_of(found, "resident", 1), sample_of(found, "resident", "steps")["read_bytes"]
     rate = known(found["resident"].rate("hbm_copy"), "the copy rate of the card")
     text = f"{run['step_s'] * 1e3:.2f} ms ({read / 1e9:.2f} GB)"
     return text, read / run["step_s"] / 1e9 / rate
 
 
 def _bare_share(name: str, found: Found) -> Value:
-    figures = found["bare"].sample("bare").get("experts")
-    if figures is None:
-        raise LackError(found["bare"].lack or "it did not run")
-    require("no_room" not in figures, figures.get("no_room", ""))
-    case = figures[name]
+    case = bare_of(found, "bare", "experts")[name]
     text = f"{case['gb_s']:.1f} of {case['rate_gb_s']:.1f} GB/s ({case['shape']})"
     return text, case["gb_s"] / case["rate_gb_s"]
 
 
-def _work(found: Found, name: str) -> Figures:
-    """Return the figures of a point's requests; LackError where it has none."""
-    samples = found[name].sample("throughput")
-    if not samples:
-        raise LackError(found[name].lack or "it did not run")
-    return samples
-
-
 def _ended(name: str, found: Found) -> Value:
-    work = _work(found, name)
+    work = sample_of(found, name, "throughput")
     done, asked = work["num_completed"], work["num_requests"]
     return f"{done} of {asked} requests", done / asked
 
 
 def _over_bound(found: Found) -> Value:
     """Hold steps that only decode against what the link needs for blocks beyond the GPU's."""
-    work, record = _work(found, "longest"), found["longest"].record
+    work, record = sample_of(found, "longest", "throughput"), found["longest"].record
     require(work["num_decode_steps"] > 0, "no step only decoded")
     assert record is not None
     kv = (record.plan or {})["kv"]

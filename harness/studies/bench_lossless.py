@@ -9,25 +9,26 @@ from typing import Final
 
 from harness.studies.table import (
     BEFORE,
-    Figures,
     Found,
     Judged,
     LackError,
     Result,
     Targets,
     Value,
+    bare_of,
     decode_of,
     engine_table,
     known,
     lacks,
     link_share,
     make_row,
+    moved_bytes,
     prompt_ratio,
     rate_table,
     require,
+    sample_of,
     step_ms,
     step_ratio,
-    steps_of,
 )
 
 CARD: Final = "H200"
@@ -105,26 +106,22 @@ def _ratio_rows(table: Targets) -> None:
     held = next((name for name in bases if name in table.found), None)
     for base, words in bases.items():
         for batch, (name, most) in RATIO_TARGETS.items():
-            what, value = (
-                f"lossless / bf16{words}, batch {batch}: step",
-                step_ratio(name, base, batch),
-            )
+            what = f"lossless / bf16{words}, batch {batch}: step"
+            value = partial(step_ratio, name, base, batch)
             bound = most if base == held else None
             table.add(f"{name} {base}", what, value, batch=batch, most=bound)
         for tokens, most in PREFILL_TARGETS.items():
             what = f"lossless / bf16{words}, prefill 1 x {tokens} tokens"
-            value, bound = (
-                prompt_ratio("lossless_13gib", base, tokens),
-                most if base == held else None,
-            )
+            value = partial(prompt_ratio, "lossless_13gib", base, tokens)
+            bound = most if base == held else None
             table.add(f"lossless_13gib {base}", what, value, prompt=tokens, most=bound)
     for batch in RATIO_TARGETS:
         what = f"bf16 / bf16{bases[BEFORE]}, batch {batch}: step"
-        value = step_ratio("plain_40gib", BEFORE, batch)
+        value = partial(step_ratio, "plain_40gib", BEFORE, batch)
         table.add(f"plain_40gib {BEFORE}", what, value, batch=batch, most=MOST_SLOWER)
     for tokens in PREFILL_TARGETS:
         what = f"bf16 / bf16{bases[BEFORE]}, prefill 1 x {tokens} tokens"
-        value = prompt_ratio("plain_40gib", BEFORE, tokens)
+        value = partial(prompt_ratio, "plain_40gib", BEFORE, tokens)
         table.add(f"plain_40gib {BEFORE}", what, value, prompt=tokens, most=MOST_SLOWER)
 
 
@@ -195,15 +192,11 @@ def _tokens(result: Result) -> dict[str, list[int]]:
     return tokens
 
 
-def _moved_bytes(run: Figures) -> int:
-    return int(run["h2d_bytes"] + run["in_place_bytes"])
-
-
 def _moved(name: str, found: Found) -> Value:
-    steps_of(found, name)
+    sample_of(found, name, "steps")
     runs = dict(found[name].decodes())
     require(bool(runs), "no batch fitted")
-    worst = max(map(_moved_bytes, runs.values()))
+    worst = max(map(moved_bytes, runs.values()))
     return f"{worst:,} bytes, batch {', '.join(map(str, runs))}", worst
 
 
@@ -226,22 +219,19 @@ def _kv_ratio(found: Found) -> Value:
 
 def _stored(found: Found) -> Value:
     names = ("lossless_13gib", "plain_40gib")
-    ours, theirs = (steps_of(found, name)["read_bytes"] for name in names)
+    ours, theirs = (sample_of(found, name, "steps")["read_bytes"] for name in names)
     return f"{ours / 1e9:.2f} against {theirs / 1e9:.2f} GB", ours / theirs
 
 
 def _streamed(found: Found) -> Value:
     names = ("lossless_prefetch", "plain_prefetch")
-    ours, theirs = (_moved_bytes(decode_of(found, name, 1)) for name in names)
+    ours, theirs = (moved_bytes(decode_of(found, name, 1)) for name in names)
     require(theirs > 0, "bf16 copied nothing")
     return f"{ours / 1e9:.3f} against {theirs / 1e9:.3f} GB", ours / theirs
 
 
 def _restored(found: Found) -> Value:
-    figures = found["lossless_bare"].sample("bare").get("restore")
-    if figures is None:
-        raise LackError(found["lossless_bare"].lack or "it did not run")
-    require("no_room" not in figures, figures.get("no_room", ""))
+    figures = bare_of(found, "lossless_bare", "restore")
     require(figures["is_equal"], "what was restored was not what was packed")
     text = f"{figures['ms']:.3f} ms ({figures['shape']})"
     return text, figures["written_gb_s"] / 1e3
@@ -262,9 +252,7 @@ def _queue(found: Found) -> Value:
 
 
 def _ready(name: str, found: Found, *, is_kept: bool = False) -> Value:
-    build = found[name].sample("build")
-    if not build:
-        raise LackError(found[name].lack or "it did not run")
+    build = sample_of(found, name, "build")
     kept_bytes, compile_s = build["moved_bytes"].get("kept", 0), build["phases"].get("compile", 0.0)
     wrong = "no copy that was kept was read" if is_kept else "a copy that was kept was read"
     require(is_kept == bool(kept_bytes), wrong)

@@ -37,18 +37,18 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
     del is_default
     table = Targets(found, is_absolute=False)
     for name, targets in STEP_TARGETS.items():
-        title = found[name].title if name in found else name
+        title = table.title(name)
         for batch, most in targets.items():
             what = f"{title} / 16 bits, batch {batch}: step"
-            value = step_ratio(name, PLAIN, batch)
+            value = partial(step_ratio, name, PLAIN, batch)
             table.add(f"{name} {PLAIN}", what, value, batch=batch, most=most)
         for tokens in PROMPTS:
             what = f"{title} / 16 bits, prefill 1 x {tokens} tokens"
-            table.add(f"{name} {PLAIN}", what, prompt_ratio(name, PLAIN, tokens), prompt=tokens)
+            value = partial(prompt_ratio, name, PLAIN, tokens)
+            table.add(f"{name} {PLAIN}", what, value, prompt=tokens)
     for name, (rate, words, least) in LINK_TARGETS.items():
         for batch in (1, 16):
-            title = found[name].title if name in found else name
-            what = f"{title}, batch {batch}: bytes / step time / {words} rate"
+            what = f"{table.title(name)}, batch {batch}: bytes / step time / {words} rate"
             value = partial(link_share, name, rate, batch)
             table.add(name, what, value, batch=batch, least=least)
     lacking = lacks(found) if card else []

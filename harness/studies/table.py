@@ -167,6 +167,10 @@ class Targets:
         self.found, self._is_absolute = found, is_absolute
         self.rows: list[Row] = []
 
+    def title(self, name: str) -> str:
+        """Return what tables call a point; its name where it was not chosen."""
+        return self.found[name].title if name in self.found else name
+
     def add(
         self,
         points: str,
@@ -190,20 +194,38 @@ class Targets:
         self.rows.append(make_row(what, partial(value, self.found), **held))
 
 
+def sample_of(found: Found, name: str, part: str) -> Figures:
+    """Return the figures of a part of a point's scenario; LackError where it has none."""
+    figures = found[name].sample(part)
+    if not figures:
+        raise LackError(found[name].lack or "it did not run")
+    return figures
+
+
+def bare_of(found: Found, name: str, part: str) -> Figures:
+    """Return what a point measured without an engine; LackError where it has no such figures."""
+    figures: Figures | None = found[name].sample("bare").get(part)
+    if figures is None:
+        raise LackError(found[name].lack or "it did not run")
+    require("no_room" not in figures, figures.get("no_room", ""))
+    return figures
+
+
 def decode_of(found: Found, name: str, batch: int) -> Figures:
     """Return the figures of a decode; LackError where it has none."""
-    figures = steps_of(found, name)["decode"][str(batch)]
-    require("no_room" not in figures, figures.get("no_room", ""))
-    run: Figures = figures
+    run: Figures = sample_of(found, name, "steps")["decode"][str(batch)]
+    require("no_room" not in run, run.get("no_room", ""))
     return run
 
 
-def steps_of(found: Found, name: str) -> Figures:
-    """Return the figures of a point's single steps; LackError where it has none."""
-    steps = found[name].sample("steps")
-    if not steps:
-        raise LackError(found[name].lack or "it did not run")
-    return steps
+def moved_bytes(run: Figures) -> int:
+    """Return the bytes that a decode step copies from the host and reads there."""
+    return int(run["h2d_bytes"] + run["in_place_bytes"])
+
+
+def times_ratio(ours_s: float, theirs_s: float) -> Value:
+    """Return what divides two times."""
+    return f"{ours_s * 1e3:.2f} against {theirs_s * 1e3:.2f} ms", ours_s / theirs_s
 
 
 def step_ms(name: str, batch: int, found: Found) -> Value:
@@ -212,27 +234,15 @@ def step_ms(name: str, batch: int, found: Found) -> Value:
     return f"{found_ms:.2f} ms", found_ms
 
 
-def step_ratio(name: str, base: str, batch: int) -> Callable[[Found], Value]:
+def step_ratio(name: str, base: str, batch: int, found: Found) -> Value:
     """Return what divides the steps of two points."""
-
-    def value(found: Found) -> Value:
-        ours_s, theirs_s = (decode_of(found, each, batch)["step_s"] for each in (name, base))
-        return f"{ours_s * 1e3:.2f} against {theirs_s * 1e3:.2f} ms", ours_s / theirs_s
-
-    return value
+    return times_ratio(*(decode_of(found, each, batch)["step_s"] for each in (name, base)))
 
 
-def prompt_ratio(name: str, base: str, tokens: int) -> Callable[[Found], Value]:
+def prompt_ratio(name: str, base: str, tokens: int, found: Found) -> Value:
     """Return what divides the times of a prompt of two points."""
-
-    def value(found: Found) -> Value:
-        ours_s, theirs_s = (
-            known(steps_of(found, each)["chunk_s"][str(tokens)], "the time of such a prompt")
-            for each in (name, base)
-        )
-        return f"{ours_s * 1e3:.2f} against {theirs_s * 1e3:.2f} ms", ours_s / theirs_s
-
-    return value
+    times = (sample_of(found, each, "steps")["chunk_s"][str(tokens)] for each in (name, base))
+    return times_ratio(*(known(time_s, "the time of such a prompt") for time_s in times))
 
 
 def link_share(name: str, rate: str, batch: int, found: Found) -> Value:

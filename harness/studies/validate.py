@@ -5,7 +5,17 @@ from functools import partial
 from typing import Any, Final
 
 from engine.sealed import GIB
-from harness.studies.table import Found, Judged, LackError, Row, Value, grid, lacks, make_row
+from harness.studies.table import (
+    Found,
+    Judged,
+    LackError,
+    Row,
+    Value,
+    grid,
+    lacks,
+    make_row,
+    times_ratio,
+)
 from reports.record.text import number
 
 TOLERANCE: Final = 0.15
@@ -36,8 +46,7 @@ def _rows(found: Found) -> Iterator[Row]:
 def _against(predicted_s: float | None, measured_s: float) -> Value:
     if predicted_s is None:
         return "not predicted", None
-    text = f"{predicted_s * 1e3:.2f} against {measured_s * 1e3:.2f} ms"
-    return text, predicted_s / measured_s
+    return times_ratio(predicted_s, measured_s)
 
 
 def _memory(found: Found) -> list[str]:

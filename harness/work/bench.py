@@ -17,6 +17,7 @@ from engine.asked.sampling import SamplingParams
 from engine.device.gpu import Gpu
 from engine.errors import EngineError, RequestError
 from engine.model.formats import EMBEDDING
+from engine.model.spec import ModelSpec
 from engine.plan.rates import Rates
 from engine.plan.resolve import resolve_dtype
 from engine.plan.times import decode_step_s, prefill_s, shape_of
@@ -323,22 +324,26 @@ def measure_bare(config: BareScenario, engine: EngineConfig, gpu: Gpu | None) ->
 
     Blocks are those of `engine`'s model. Rates are kept as those of `gpu`; None: of the CPU.
     """
-    device = "cpu" if gpu is None else "cuda"
+    spec, device = engine.model.spec, "cpu" if gpu is None else "cuda"
     found = Figures()
     for part in config.parts:
         match part:
-            case "moves":
-                found[part] = _moves(engine, device)
+            case "attention" | "restore" | "experts" if gpu is None:
+                found[part] = {"no_room": "operators are timed on a GPU only"}
             case "attention":
-                found[part] = _attention(device)
-            case "restore":
-                found[part] = _restore(engine, device)
+                found[part] = _attention()
             case "experts":
-                found[part] = _experts(device)
-            case "checkpoint":
-                found[part] = _checkpoint(engine)
-            case _:
+                found[part] = _experts()
+            case "rates":
                 found[part] = _rates(device, gpu)
+            case _ if spec is None:
+                found[part] = {"no_room": "the model's sizes are not known"}
+            case "moves":
+                found[part] = _moves(engine, spec, device)
+            case "restore":
+                found[part] = _restore(spec)
+            case _:
+                found[part] = _checkpoint(engine.model.name, spec)
     if gpu is not None:
         import torch  # noqa: PLC0415  takes seconds
 
@@ -346,28 +351,27 @@ def measure_bare(config: BareScenario, engine: EngineConfig, gpu: Gpu | None) ->
     return found
 
 
-def _moves(engine: EngineConfig, device: str) -> Figures:
+def _moves(engine: EngineConfig, spec: ModelSpec, device: str) -> Figures:
     """Time moves of blocks of the model."""
     from harness.observe.probe import probe_moves  # noqa: PLC0415  imports torch
 
-    spec = engine.model.spec
-    if spec is None:
-        return {"no_room": "the model's sizes are not known"}
-    block_bytes = engine.kv.block_size * spec.kv_bytes_per_token(
-        resolve_dtype(engine, spec, device)
-    )
+    dtype = resolve_dtype(engine, spec, device)
+    block_bytes = engine.kv.block_size * spec.kv_bytes_per_token(dtype)
     return {"block_bytes": block_bytes} | probe_moves(block_bytes, device)
 
 
-def _attention(device: str) -> Figures:
-    """Time decode attention of one layer, all its blocks on the GPU."""
-    if device == "cpu":
-        return {"no_room": "operators are timed on a GPU only"}
+def _card() -> Any:
+    """Return the device of this process."""
     import torch  # noqa: PLC0415  takes seconds
 
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _attention() -> Figures:
+    """Time decode attention of one layer, all its blocks on the GPU."""
     from kernels import bench, bench_timing  # noqa: PLC0415  import torch
 
-    card = torch.device("cuda", torch.cuda.current_device())
+    card = _card()
     rates = bench_timing.measure_rates(card, in_place=False)
     for case in bench.OPERATORS[ATTENTION](card):
         if ATTENTION_SHAPE in case.name:
@@ -381,19 +385,11 @@ def _attention(device: str) -> Figures:
     return {"no_room": f"kernels.bench has no case of {ATTENTION_SHAPE}"}
 
 
-def _restore(engine: EngineConfig, device: str) -> Figures:
+def _restore(spec: ModelSpec) -> Figures:
     """Time the largest matrix of a layer of the model, in codes, written as bf16."""
-    if device == "cpu":
-        return {"no_room": "operators are timed on a GPU only"}
-    import torch  # noqa: PLC0415  takes seconds
-
     from kernels import bench_timing, bench_weights  # noqa: PLC0415  import torch
 
-    spec = engine.model.spec
-    if spec is None:
-        return {"no_room": "the model's sizes are not known"}
-    card = torch.device("cuda", torch.cuda.current_device())
-    size_in, size_out = spec.hidden_size, 2 * spec.intermediate_size
+    card, size_in, size_out = _card(), spec.hidden_size, 2 * spec.intermediate_size
     timing = bench_timing.time_case(
         bench_weights.restore_case(size_in, size_out, card),
         bench_timing.measure_rates(card, in_place=False),
@@ -415,16 +411,12 @@ EXPERT_CASES: Final = {
 """What is timed of experts: names of the benchmark of operators, and of its cases."""
 
 
-def _experts(device: str) -> Figures:
+def _experts() -> Figures:
     """Time copies of experts out of host memory, and the products of those of one token."""
-    if device == "cpu":
-        return {"no_room": "operators are timed on a GPU only"}
-    import torch  # noqa: PLC0415  takes seconds
-
     from kernels import bench, bench_timing  # noqa: PLC0415  import torch
 
-    card = torch.device("cuda", torch.cuda.current_device())
-    rates, found = bench_timing.measure_rates(card), Figures()
+    card, found = _card(), Figures()
+    rates = bench_timing.measure_rates(card)
     for name, (operator, wanted) in EXPERT_CASES.items():
         case = next(case for case in bench.CASES[operator](card) if case.name == wanted)
         timing = bench_timing.time_case(case, rates)
@@ -443,7 +435,7 @@ DRAWS_STD: Final = 0.02
 READ_BYTES: Final = 1 << 24
 
 
-def _checkpoint(engine: EngineConfig) -> Figures:
+def _checkpoint(name: str, spec: ModelSpec) -> Figures:
     """Write a checkpoint of random weights in the model's shape; read it where it is there.
 
     Either way the page cache has it afterwards, where there is room. A second folder has the same
@@ -454,10 +446,7 @@ def _checkpoint(engine: EngineConfig) -> Figures:
 
     from catalogue.conversions import bf16_bits  # noqa: PLC0415  brings NumPy
 
-    spec = engine.model.spec
-    if spec is None:
-        return {"no_room": "the model's sizes are not known"}
-    folder = tightfit_home() / "bench" / f"random-{engine.model.name}"
+    folder = tightfit_home() / "bench" / f"random-{name}"
     tensors = [part for tensor in spec.tensors() for part in tensor.parts]
     sizes = [2 * math.prod(part.shape) for part in tensors]
     ends = list(accumulate(sizes))
@@ -478,7 +467,7 @@ def _checkpoint(engine: EngineConfig) -> Figures:
         _link(folder, linked)
         return found
     folder.mkdir(parents=True, exist_ok=True)
-    check_disk(engine.model.name, folder, num_bytes)
+    check_disk(name, folder, num_bytes)
     write_json(folder / "config.json", asdict(spec) | {"dtype": "bfloat16"})
     draws = np.random.default_rng(0).standard_normal(POOL_SIZE, dtype=np.float32) * DRAWS_STD
     pools = {False: bf16_bits(draws), True: bf16_bits(draws + 1 - spec.architecture.norm_offset)}
