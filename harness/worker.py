@@ -50,7 +50,6 @@ from harness.work.correctness import (
     write_reference,
 )
 from harness.work.drive import Engine, Outcome, StepTotals, measure_repeats
-from harness.work.experts import ExpertWatch
 from harness.work.kv import KVWatch
 from harness.work.load import measure_load
 from harness.work.offline import (
@@ -83,6 +82,7 @@ from harness.work.request_log import RequestLog
 from harness.work.schedule import Load
 from harness.work.serve import measure_serve, warm_up
 from harness.work.tiers import measure_tiers
+from harness.work.watch import ExpertWatch
 from reports.record.record import STATE_NAME, write_text_atomic
 
 INTERVAL_S: Final = 0.5
@@ -515,9 +515,7 @@ class Work:
         self._result["samples"]["steps"] = measure_steps(
             llm, config, clock=self._door.clock, counter=self._link_counter()
         )
-        self._note_window("steps", begin_s)
-        self._result["measured"].append("steps")
-        self._save()
+        self._end_part("steps", begin_s)
 
     def _run_quality(self, llm: Engine, config: QualityScenario) -> None:
         self._state.enter("quality")
@@ -527,11 +525,9 @@ class Work:
             raise RuntimeError(f"{path}: the tokens to compare with cannot be read.")
         text, on_progress = quality_text(text_file(config)), self._state.running
         found = measure_quality(llm, config, text, yardstick, on_progress=on_progress)
-        self._note_window("quality", begin_s)
         self._result["metrics"] |= found[0]
         self._result["samples"]["quality"] = found[1]
-        self._result["measured"].append("quality")
-        self._save()
+        self._end_part("quality", begin_s)
 
     def _run_tiers(self, llm: Engine, config: TiersScenario) -> None:
         begin_s = self._door.clock()
@@ -548,8 +544,7 @@ class Work:
             on_part=lambda part: self._state.enter(f"tiers {part}"),
             save=save,
         )
-        self._note_window("tiers", begin_s)
-        self._result["measured"].append("tiers")
+        self._end_part("tiers", begin_s)
         self._result["reasons"] += [
             f"tiers: {part}: {figures['failed']}"
             for part, figures in self._result["samples"]["tiers"]["parts"].items()
@@ -682,6 +677,12 @@ class Work:
             raise RequestError(f"nothing was measured. {outcome.reasons[0]}")
         return totals
 
+    def _end_part(self, part: str, begin_s: float) -> None:
+        """Note that a part was measured whole, and when; write what is there."""
+        self._note_window(part, begin_s)
+        self._result["measured"].append(part)
+        self._save()
+
     def _note_window(self, part: str, begin_s: float) -> None:
         """Note when a part ran, on the machine's clock, which the samples of telemetry are on."""
         begin_s, end_s = (self._door.clock_zero_s + s for s in (begin_s, self._door.clock()))
@@ -692,10 +693,10 @@ class Work:
         metrics |= transfer_metrics(last, metrics) | kv_link_share(metrics)
         metrics |= expert_metrics(last, self._result["plan"].get("experts"))
         self._result["reasons"] += transfer_reasons(last)
-        if not self._result["effective"].get("emulated"):
+        emulated = bool(self._result["effective"].get("emulated"))
+        if not emulated:
             self._result["notes"] += link_notes(metrics)
             self._result["reasons"] += link_reasons(timed, metrics)
-        emulated = bool(self._result["effective"].get("emulated"))
         metrics |= differences(metrics, emulated=emulated)
 
     def _note_memory(self, llm: Engine) -> None:

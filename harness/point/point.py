@@ -615,13 +615,9 @@ class _Point:
         findings = Findings()
         findings.fail("skipped", error_facts("Skipped", reason))
         with interrupt_afterwards():
-            tracker = self._start_tracker(self._facts())
+            tracker = open_tracker(self._config.tracking, self._home)
+            tracker.start_point(self._facts())
             return self._finish(findings, tracker, with_report=False)
-
-    def _start_tracker(self, facts: PointFacts) -> GuardedTracker:
-        tracker = open_tracker(self._config.tracking, self._home)
-        tracker.start_point(facts)
-        return tracker
 
     def _facts(self, run_id: str | None = None, **tags: str) -> PointFacts:
         """Return what a tracker shows; of a run elsewhere its id, and tags that say so."""

@@ -67,6 +67,11 @@ class Sizes:
         parts = (part for tensor in self.spec.layer_tensors(0) for part in tensor.parts)
         return 2 * max(map(FORMATS[self.dtype].num_bytes, parts))
 
+    def resident_bytes(self, num_host: int) -> int:
+        """Return the bytes of weights that the GPU holds with so many layers in host memory."""
+        layers = (self.spec.num_hidden_layers - num_host) * self.layer_bytes
+        return self.outer_bytes + layers + (self.copy_bytes if num_host else 0)
+
     def sequence_bytes(self, num_tokens: int) -> int:
         """KV of so many tokens, and what their prefill holds for a while."""
         spec = self.spec
@@ -93,8 +98,7 @@ def host_layers(sizes: Sizes, config: EngineConfig) -> int:
     else:
         asked = config.offload.uva.cpu_offload_gb * GIB
         num = min(layers, -(-int(asked) // sizes.layer_bytes))
-    resident = sizes.outer_bytes + (layers - num) * sizes.layer_bytes
-    resident += sizes.copy_bytes if num else 0
+    resident = sizes.resident_bytes(num)
     if resident + needed > sizes.room_bytes:
         raise CapacityError(
             f"accelerate: expected room for {resident / GIB:.3f} GiB of weights and "
@@ -147,9 +151,7 @@ def described(placed: Iterable[str], host_modules: Collection[str]) -> dict[str,
 
 def largest_batch(sizes: Sizes, num_host: int, lengths: Mapping[str, int]) -> int:
     """Return how many of the sequences of these lengths fit beside the weights, in order."""
-    layers = sizes.spec.num_hidden_layers
-    left = sizes.room_bytes - sizes.outer_bytes - (layers - num_host) * sizes.layer_bytes
-    left -= sizes.copy_bytes if num_host else 0
+    left = sizes.room_bytes - sizes.resident_bytes(num_host)
     longest = num = 0
     for length in list(lengths.values())[: sizes.max_num_seqs]:
         longest = max(longest, length)

@@ -7,7 +7,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,11 +54,10 @@ class FakePlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan for the record, with the keys of the engine's own."""
-        gpu: Mapping[str, int] = {"weights": self.resident_bytes, "kv_cache": self.kv_bytes}
         return {
             "gpu": {
                 "budget_bytes": self.budget_bytes,
-                "items": dict(gpu),
+                "items": {"weights": self.resident_bytes, "kv_cache": self.kv_bytes},
                 "total_bytes": self.gpu_total_bytes,
                 "free_bytes": self.budget_bytes - self.gpu_total_bytes,
             },
@@ -417,11 +416,9 @@ class FakeLLM:
             every = self._script.break_every
             why = f"request: scripted to break (model.fake.break_every={every})."
         else:
-            token, free = (
-                _token(sequence, self.spec.vocab_size),
-                self.spec.vocab_size - _NUM_SPECIAL,
-            )
+            token = _token(sequence, self.spec.vocab_size)
             if not self._is_reference and sequence.num_out == self._script.wrong_token_at:
+                free = self.spec.vocab_size - _NUM_SPECIAL
                 token = _NUM_SPECIAL + (token + 1 - _NUM_SPECIAL) % free
             sequence.num_out += 1
             reason = self._end_of(sequence)

@@ -31,7 +31,7 @@ from harness.systems.base import (
     model_spec,
     nothing,
 )
-from harness.systems.door import EngineDoor, Progress
+from harness.systems.door import BuildEngine, EngineDoor, Progress
 from harness.systems.events import Events
 
 _CHAT_TEXTS: Final = ("content", "reasoning_content", "reasoning")
@@ -494,13 +494,8 @@ class HTTPEngine:
             path = "/chat/completions" if self._system.api == "chat" else "/completions"
             answer = await self._client.complete(path, body, emit)
             missing = answer.end()
-        except (ServerError, ConnectionError) as error:
-            self._note_failure(error)
-            on_events([_failure(request, str(error))])
-            return
         except Exception as error:  # noqa: BLE001  the edge: a request without an end hangs the run
-            self._note_failure(error)
-            on_events([_failure(request, f"{type(error).__name__}: {error}")])
+            on_events([self._failed_event(request, error)])
             return
         self._failed = self._unreached = 0
         self._note(request, answer, missing)
@@ -513,12 +508,8 @@ class HTTPEngine:
         del body["stream_options"]
         try:
             event = _scored(request, await self._client.ask("/completions", body))
-        except (ServerError, ConnectionError) as error:
-            self._note_failure(error)
-            event = _failure(request, str(error))
         except Exception as error:  # noqa: BLE001  the edge: a request without an end hangs the run
-            self._note_failure(error)
-            event = _failure(request, f"{type(error).__name__}: {error}")
+            event = self._failed_event(request, error)
         else:
             self._failed = self._unreached = 0
         on_events([event])
@@ -541,6 +532,19 @@ class HTTPEngine:
             self._hit_tokens = (self._hit_tokens or 0) + max(0, answer.cached_tokens - added)
         if answer.prompt_tokens not in {None, own} and self._mismatch is None:
             self._mismatch = (own, int(answer.prompt_tokens or 0))
+
+    def _failed_event(self, request: Request, error: Exception) -> TokenEvent:
+        """Note that a request failed; return the event that ends it."""
+        self._note_failure(error)
+        is_told = isinstance(error, ServerError | ConnectionError)
+        return TokenEvent(
+            request_id=request.request_id,
+            token_id=UNKNOWN_TOKEN,
+            position=len(request.prompt_token_ids),
+            finish_reason="error",
+            stop_reason=str(error) if is_told else f"{type(error).__name__}: {error}",
+            time_s=time.perf_counter(),
+        )
 
     def _note_failure(self, error: Exception) -> None:
         self._failed += 1
@@ -673,15 +677,20 @@ def connect(
     return HTTPEngine(config, system)
 
 
-def http_door(system: SystemConfig) -> EngineDoor:
-    """Return the door to a server."""
+def remote_door(build: BuildEngine) -> EngineDoor:
+    """Return the door to a server, of which `build` makes a client."""
     return EngineDoor(
-        load_code=lambda: partial(connect, system),
+        load_code=lambda: build,
         probe=nothing,
         predict=nothing,
         is_exact=False,
         open_async=HTTPDoor,
     )
+
+
+def http_door(system: SystemConfig) -> EngineDoor:
+    """Return the door to a server that runs already."""
+    return remote_door(partial(connect, system))
 
 
 def _key(system: SystemConfig) -> str | None:
@@ -752,15 +761,4 @@ def _scored(request: Request, answer: Mapping[str, Any]) -> TokenEvent:
         finish_reason="length",
         time_s=time.perf_counter(),
         prompt_logprobs=found,
-    )
-
-
-def _failure(request: Request, why: str) -> TokenEvent:
-    return TokenEvent(
-        request_id=request.request_id,
-        token_id=UNKNOWN_TOKEN,
-        position=len(request.prompt_token_ids),
-        finish_reason="error",
-        stop_reason=why,
-        time_s=time.perf_counter(),
     )

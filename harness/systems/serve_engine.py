@@ -17,9 +17,8 @@ from engine.asked.config import EngineConfig
 from engine.asked.keywords import keywords_of
 from engine.errors import EngineError
 from harness.config.schema import SystemConfig
-from harness.systems.base import nothing
 from harness.systems.door import EngineDoor, Progress
-from harness.systems.http_engine import HTTPDoor, HTTPEngine
+from harness.systems.http_engine import HTTPEngine, remote_door
 
 END_S: Final = 20.0
 """Seconds that the server has to end by itself."""
@@ -147,10 +146,4 @@ def start(config: EngineConfig, *, progress: Progress, reference: bool) -> Serve
 
 def serve_door() -> EngineDoor:
     """Return the door to a server that is started with the point's settings."""
-    return EngineDoor(
-        load_code=lambda: start,
-        probe=nothing,
-        predict=nothing,
-        is_exact=False,
-        open_async=HTTPDoor,
-    )
+    return remote_door(start)

@@ -5,8 +5,8 @@ from typing import Any, cast
 import pytest
 
 from harness.work.drive import Engine, StepCounts, StepTotals
-from harness.work.experts import ExpertWatch
 from harness.work.predicted import expert_metrics, transfer_metrics, transfer_reasons
+from harness.work.watch import ExpertWatch
 from tests.harness.fakes import FakeClock
 
 pytestmark = pytest.mark.usefixtures("clock_start_s")
