@@ -5,18 +5,20 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from catalogue.checkpoint import ModelUnavailableError
 from catalogue.entry import Model
-from catalogue.files import kept_folder, tightfit_home
+from catalogue.files import facts_folder, kept_folder, tightfit_home
 from catalogue.models import describe, entries, fetch, find, remove, state
 from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
 from engine.errors import ConfigError, EngineError
 from engine.sealed import GIB
-from harness.pack import main as pack
+
+if TYPE_CHECKING:
+    from engine.pack import PackedCheckpoint
 
 VERBS: Final = ("list", "show", "fetch", "pack", "remove", "home")
 
@@ -27,8 +29,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m harness.
     if given[:1] == ["pack"]:
         return pack(given[1:], f"{prog} pack")
     chosen = _parser(prog).parse_args(given)
+    return _shown(lambda: _carry_out(chosen))
+
+
+def _shown(work: Callable[[], Iterable[str]]) -> int:
+    """Print the lines of some work; return its exit code."""
     try:
-        show(_carry_out(chosen))
+        show(work())
     except ConfigError as error:
         say(f"error: {error}")
         return EXIT_BAD_CONFIG
@@ -123,6 +130,86 @@ def _described(model: Model) -> list[str]:
         ("KV of a token", f"{spec.kv_bytes_per_token() / 1024:.1f} KiB"),
     ]
     return [*columns(rows, left={0, 1}), *(f"  note: {note}" for note in folder.notes)]
+
+
+def pack(arguments: Sequence[str], prog: str) -> int:
+    """Keep a model's weights in lossless codes; return 0, 3 when it cannot be, 2 for a wrong name.
+
+    This is `tightfit models pack`.
+    """
+    chosen = _pack_parser(prog).parse_args(arguments)
+    try:
+        return _shown(lambda: _packed(find(chosen.name, chosen.config_dir), chosen.device))
+    except OSError as error:
+        say(
+            f"pack {chosen.name}: reading it or writing {kept_folder()} failed ({error}). Free "
+            "room there, or set TIGHTFIT_HOME to a folder that can be written."
+        )
+        return EXIT_NOT_ALL_OK
+
+
+def _pack_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=f"Keep a model's weights in lossless codes in {kept_folder()}.",
+    )
+    parser.add_argument("name", metavar="NAME", help="a name, a hub's OWNER/NAME, or a folder")
+    parser.add_argument(
+        "--config-dir", type=Path, help="a folder of yours, whose model/ has files too"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="what packs"
+    )
+    return parser
+
+
+def _packed(model: Model, device: str) -> list[str]:
+    """Pack a model's weights; return what is to be said of them."""
+    from engine.pack import pack_checkpoint  # noqa: PLC0415  it loads torch
+
+    folder = fetch(model, report=say)
+    if folder is None:
+        raise ConfigError(f"model {model.name}: expected weights to pack, got random ones.")
+    told = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        if (tenth := 10 * done // total) > told:
+            told = tenth
+            say(f"{model.name}: packed {done / GIB:.2f} of {total / GIB:.2f} GiB")
+
+    packed = pack_checkpoint(
+        folder, kept_folder(), facts_folder(), device=device, progress=progress
+    )
+    if packed.note:
+        say(packed.note)
+    return [f"{model.name}: {packed.folder}", *_pack_lines(packed)]
+
+
+def _pack_lines(packed: "PackedCheckpoint") -> list[str]:
+    """Return what is said of packed weights: bytes, escapes, and what stays plain and why."""
+    left_bytes = sum(size for tensors in packed.plain.values() for _, size in tensors)
+    whole_bytes = packed.plain_bytes + left_bytes
+    lines = [
+        f"  {len(packed.escapes)} tensors in codes, {packed.num_made} of them packed now; "
+        f"{(packed.num_bytes + left_bytes) / GIB:.3f} of {whole_bytes / GIB:.3f} GiB with what "
+        f"stays plain, ratio {(packed.num_bytes + left_bytes) / whole_bytes:.4f}"
+    ]
+    if packed.escapes:
+        shares = {name: count / of for name, (count, of) in packed.escapes.items()}
+        name = max(shares, key=shares.__getitem__)
+        total = sum(count for count, _ in packed.escapes.values())
+        lines += [
+            f"  in codes: {packed.num_bytes} bytes of {packed.plain_bytes}, ratio "
+            f"{packed.num_bytes / packed.plain_bytes:.4f}",
+            f"  escapes: {total}; most in {name}: {packed.escapes[name][0]}, "
+            f"{shares[name]:.4%} of its weights",
+        ]
+    for why, tensors in packed.plain.items():
+        size = sum(num_bytes for _, num_bytes in tensors)
+        others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+        lines.append(f"  plain: {tensors[0][0]}{others} ({size} bytes): {why}")
+    return lines
 
 
 if __name__ == "__main__":

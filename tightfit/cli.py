@@ -73,9 +73,9 @@ def _models(arguments: list[str]) -> int:
 
 
 def _pack(arguments: list[str]) -> int:
-    from harness.pack import main  # noqa: PLC0415  when it runs
+    from harness.models import pack  # noqa: PLC0415  when it runs
 
-    return main(arguments, prog="tightfit models pack")
+    return pack(arguments, "tightfit models pack")
 
 
 def _test(arguments: list[str]) -> int:

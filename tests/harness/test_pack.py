@@ -16,9 +16,9 @@ from engine.device.cpu import CPUDevice
 from engine.errors import ConfigError
 from engine.model.facts import copy_folder
 from engine.weights.kept import alone
-from harness import pack as command
 from harness.config.engine import check_settings, engine_config, reference_config
 from harness.config.schema import ModelNode, SystemConfig
+from harness.models import pack
 from tests.harness.cases import run_config
 from tests.tiny import hf_model, save
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_command_says_what_it_packed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([str(folder), "--device", "cpu"]) == 0
+    assert pack([str(folder), "--device", "cpu"], "pack") == 0
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == "mine: packed 0.00 of 0.00 GiB"
     first, counts, ratio, escapes, *plain = said.out.splitlines()
@@ -47,7 +47,7 @@ def test_the_command_says_what_it_packed(folder: Path, capsys: pytest.CaptureFix
     assert "most in model.layers." in escapes or "most in lm_head" in escapes
     assert f"  plain: model.embed_tokens.weight ({160 * 64 * 2} bytes): looked up by row" in plain
     assert any(line.endswith("no matrix") for line in plain)
-    assert command.main([str(folder), "--device", "cpu"]) == 0
+    assert pack([str(folder), "--device", "cpu"], "pack") == 0
     again = capsys.readouterr()
     assert again.err == ""
     assert "13 tensors in codes, 0 of them packed now" in again.out
@@ -57,7 +57,7 @@ def test_the_command_says_what_it_packed(folder: Path, capsys: pytest.CaptureFix
 def test_what_was_packed_ahead_is_read_by_the_public_door(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command.main([str(folder), "--device", "cpu"])
+    pack([str(folder), "--device", "cpu"], "pack")
     assert "ratio" in capsys.readouterr().out
     small: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "gpu_memory_gib": 0.125}
     llm = tightfit.LLM(str(folder), weight_format="lossless", max_num_seqs=2, **small)
@@ -68,13 +68,13 @@ def test_what_was_packed_ahead_is_read_by_the_public_door(
 def test_a_damaged_copy_is_named_and_packed_again(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command.main([str(folder), "--device", "cpu"])
+    pack([str(folder), "--device", "cpu"], "pack")
     [file] = copy_folder(kept_folder(), folder).glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
     capsys.readouterr()
-    assert command.main([str(folder), "--device", "cpu"]) == 0
+    assert pack([str(folder), "--device", "cpu"], "pack") == 0
     said = capsys.readouterr()
     assert f"{file.name} is damaged (checksums differ)" in said.err
     assert "13 of them packed now" in said.out
@@ -89,7 +89,7 @@ def test_every_weight_with_too_many_escapes_stays_plain_and_that_is_said(
         if tensor.ndim == 2:
             tensor[:, ::3].mul_(2.0**30)
     save_file(tensors, file, metadata={"format": "pt"})
-    assert command.main([str(folder), "--device", "cpu"]) == 0
+    assert pack([str(folder), "--device", "cpu"], "pack") == 0
     out = capsys.readouterr().out
     assert "  0 tensors in codes" in out
     assert "ratio 1.0000" in out
@@ -105,7 +105,7 @@ def test_other_dtypes_are_refused(
     tmp_path: Path, dtype: str, code: int, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save(hf_model("llama", **SIZES), tmp_path / "other", dtype)
-    assert command.main([str(folder)]) == code
+    assert pack([str(folder)], "pack") == code
     assert why in capsys.readouterr().err
 
 
@@ -113,15 +113,15 @@ def test_a_full_disk_and_another_process_are_told_in_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with alone(copy_folder(kept_folder(), folder)):
-        assert command.main([str(folder), "--device", "cpu"]) == 3
+        assert pack([str(folder), "--device", "cpu"], "pack") == 3
     assert "another process writes this copy" in capsys.readouterr().err
     monkeypatch.setattr("engine.weights.kept.SPARE_BYTES", 2**60)
-    assert command.main([str(folder), "--device", "cpu"]) == 3
+    assert pack([str(folder), "--device", "cpu"], "pack") == 3
     [line] = capsys.readouterr().err.splitlines()
     assert "GiB free at" in line
     kept_folder().rename(kept_folder().with_name("before"))
     kept_folder().write_text("")
-    assert command.main([str(folder), "--device", "cpu"]) == 3
+    assert pack([str(folder), "--device", "cpu"], "pack") == 3
     [line] = capsys.readouterr().err.splitlines()
     assert f"writing {kept_folder()} failed" in line
 
@@ -137,11 +137,12 @@ def test_a_run_s_settings_reach_the_engine_and_its_reference_keeps_nothing(folde
     without = replace(config, engine=EngineSettings())
     for refused, why in (
         (without, "got checkpoint: nothing is packed"),
-        (replace(config, model=replace(node, load_format="dummy")), "with load_format=dummy"),
         (replace(config, system=SystemConfig(kind="accelerate")), "with system=accelerate"),
     ):
         with pytest.raises(ConfigError, match=f"model.keep_lossless: .*{why}"):
             check_settings(refused)
+    with pytest.raises(ConfigError, match=r"model.keep_lossless: .*with load_format=dummy"):
+        replace(node, load_format="dummy")
 
 
 def test_a_full_gpu_is_told_in_one_line(
@@ -151,7 +152,7 @@ def test_a_full_gpu_is_told_in_one_line(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128 MiB")
 
     monkeypatch.setattr(CPUDevice, "scratch", full)
-    assert command.main([str(folder), "--device", "cpu"]) == 3
+    assert pack([str(folder), "--device", "cpu"], "pack") == 3
     [line] = capsys.readouterr().err.splitlines()
     words = r"error: pack: expected [\d.]+ GiB of free GPU memory .* on the CPU \(--device cpu\)\.$"
     assert re.match(words, line)
