@@ -12,7 +12,7 @@ from pathlib import Path
 import harness.worker  # noqa: F401  once, not in each fork
 from catalogue.processes import start_child
 from harness.observe.environment import git_state
-from harness.observe.spool import SPOOL_NAME
+from reports.record.rows import TELEMETRY_SPOOL
 from tests.harness import fakes
 
 git_state_once = functools.cache(git_state)
@@ -59,7 +59,7 @@ def fork_child(command, *, stdin, stdout, stderr, environ=None):
 def start_idle_sampler(command, **options):
     """Start what stands in for a sampler: a spool without rows, until its input is closed."""
     assert "harness.observe.sampler" in command
-    spool = Path(command[command.index("--parent") - 1]) / SPOOL_NAME
+    spool = Path(command[command.index("--parent") - 1]) / TELEMETRY_SPOOL
     code = f"import sys; open({str(spool)!r}, 'w').close(); sys.stdin.read()"
     return start_child([sys.executable, "-I", "-S", "-c", code], **options)
 
