@@ -5,6 +5,8 @@ expert's number says where its rows are; where it is a bank of slots, the number
 Shape letters: T tokens, k experts of each, E experts, S slots, D hidden, F feed-forward.
 """
 
+from typing import Any
+
 import torch
 
 from kernels.arguments import Codes, Quantised
@@ -185,13 +187,23 @@ def _on_gpu(
         cuda.product(hidden, w2, slots_Tk, out, is_gated=False)
     elif num_tokens <= MAX_SMALL_TOKENS:
         gate = triton.Gate(is_gelu, clamp)
-        triton.few(x_TD, _plain(w13), slots_Tk, hidden, bias13, gate)
-        triton.few(hidden, _plain(w2), slots_Tk, out, bias2)
+        _few(x_TD, w13, slots_Tk, hidden, bias13, gate)
+        _few(hidden, w2, slots_Tk, out, bias2)
     else:
         pairs = triton.sort_pairs(slots_Tk, w13.shape[0] // (2 * ffn), x_TD.dtype)
         gate = triton.Gate(is_gelu, clamp)
         triton.many(x_TD, _plain(w13), pairs, top_k, hidden, bias13, gate)
         triton.many(hidden, _plain(w2), pairs, top_k, out, bias2)
+
+
+def _few(x: torch.Tensor, weight: ref.Weight, slots_Tk: torch.Tensor, *others: Any) -> None:
+    """Multiply few tokens where the CUDA kernel does not."""
+    from kernels.triton import experts, quantised_experts
+
+    if isinstance(weight, Quantised):
+        quantised_experts.few(x, weight, slots_Tk, *others)
+    else:
+        experts.few(x, _plain(weight), slots_Tk, *others)
 
 
 def _plain(weight: ref.Weight) -> torch.Tensor:

@@ -21,7 +21,7 @@ from kernels.triton.activation import clamped_swiglu, gated
 from kernels.triton.dependent import launch_options, release, wait
 from kernels.triton.tiles import grouped_tile, pairs_of_tile
 
-_GROUP = 16
+GROUP = 16
 """Tokens that are multiplied together."""
 _SUM_COLUMNS = 1024
 
@@ -474,7 +474,7 @@ def sort_pairs(slots_Tk: torch.Tensor, num_slots: int, dtype: torch.dtype) -> So
     return SortedPairs(order, starts, tile_ends, block_m)
 
 
-def _meaning(gate: Gate | None) -> dict[str, Any]:
+def meaning_of(gate: Gate | None) -> dict[str, Any]:
     """Return what kernels are compiled for of a gate."""
     is_gelu, clamp = gate or Gate()
     limit, alpha = clamp or (0.0, 0.0)
@@ -526,10 +526,33 @@ def many(
         BLOCK_K=tile.block_k,
         WHOLE_K=size_in % tile.block_k == 0,
         HAS_BIAS=bias is not None,
-        **_meaning(gate),
+        **meaning_of(gate),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def few_grid(
+    slots_Tk: torch.Tensor, num_rows: int, size_out: int, block_n: int, *, is_gated: bool
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the programs of a product of few tokens, and what they are compiled for.
+
+    Args:
+        slots_Tk: the block of each pair.
+        num_rows: of the weight.
+        size_out: outputs of an expert.
+        block_n: rows of the weight of a program.
+        is_gated: whether rows are gates and ups.
+    """
+    num_tokens, top_k = slots_Tk.shape
+    num_slots = num_rows // (2 * size_out if is_gated else size_out)
+    block_t = max(GROUP, triton.next_power_of_2(num_tokens))
+    assert block_t <= MAX_SMALL_TOKENS
+    by_pair = num_tokens * top_k <= num_slots
+    outputs = block_n // 2 if is_gated else block_n
+    grid = triton.cdiv(size_out, outputs), num_tokens * top_k if by_pair else num_slots
+    places = triton.next_power_of_2(top_k)
+    return grid, {"BLOCK_T": block_t, "BLOCK_PLACES": places, "BY_PAIR": by_pair}
 
 
 def few(
@@ -551,15 +574,9 @@ def few(
         gate: as there.
     """
     (num_tokens, top_k), size_out, size_in = slots_Tk.shape, out.shape[1], x.shape[1]
-    is_gated = gate is not None
-    num_slots = weight.shape[0] // (2 * size_out if is_gated else size_out)
-    block_t = max(_GROUP, triton.next_power_of_2(num_tokens))
-    assert block_t <= MAX_SMALL_TOKENS
     is_wide = x.dtype == torch.float32
     block_n, block_k = 32, 32 if is_wide else 128
-    by_pair = num_tokens * top_k <= num_slots
-    outputs = block_n // 2 if is_gated else block_n
-    grid = triton.cdiv(size_out, outputs), num_tokens * top_k if by_pair else num_slots
+    grid, shape = few_grid(slots_Tk, weight.shape[0], size_out, block_n, is_gated=gate is not None)
     _few_kernel[grid](
         x,
         weight,
@@ -572,15 +589,13 @@ def few(
         x.stride(0),
         weight.stride(0),
         TOP_K=top_k,
-        BLOCK_T=block_t,
-        BLOCK_PLACES=triton.next_power_of_2(top_k),
-        GROUP=_GROUP,
+        **shape,
+        GROUP=GROUP,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         WHOLE_K=size_in % block_k == 0,
-        BY_PAIR=by_pair,
         HAS_BIAS=bias is not None,
-        **_meaning(gate),
+        **meaning_of(gate),
         num_warps=4,
         num_stages=3,
         **launch_options(x.device),

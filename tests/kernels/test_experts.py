@@ -7,7 +7,11 @@ from kernels.ops import experts as ops
 from kernels.ops.checks import KernelArgumentError
 from kernels.ref import experts as ref
 from kernels.sizes import MAX_SMALL_TOKENS
+from tests.kernels.quantised_cases import CASES as EVERY_CASE
+from tests.kernels.quantised_cases import Case, make
 from tests.slow import slow
+
+QUANTISED = [case for case in EVERY_CASE if "columns" not in case.has]
 
 
 def kernel_route(logits, top_k, **given):
@@ -150,6 +154,39 @@ def test_parts_of_a_step_make_what_the_whole_does(device, rng, total):
         own = torch.where(slots % 3 == part, slots, -1)
         parts += kernel_products(x, w13, w2, own)
     assert torch.equal(parts, whole)
+
+
+MXFP4 = Case("table4", 32, scale_dtype=torch.bfloat16)
+
+
+def quantised_products(x, w13, w2, slots, biases):
+    """Run the kernel of few tokens and quantised experts, with a clamped gate."""
+    from kernels.triton import experts as triton
+    from kernels.triton import quantised_experts
+
+    hidden = x.new_zeros((slots.numel(), w2.shape[1]))
+    out = x.new_zeros((slots.numel(), x.shape[1]))
+    gate = triton.Gate(clamp=(0.7, 1.702))
+    quantised_experts.few(x, w13, slots, hidden, biases[0], gate)
+    quantised_experts.few(hidden, w2, slots, out, biases[1])
+    return out.view(*slots.shape, -1)
+
+
+@pytest.mark.parametrize("case", [MXFP4, *map(slow, QUANTISED)], ids=str)
+def test_quantised_experts_of_few_tokens(device, rng, case):
+    """As the twin has them; a row depends on no other, and not on the slot of its expert."""
+    hidden, ffn, num_slots = 96, 32, 3
+    x = torch.randn((17, hidden), generator=rng, device=device)
+    w13 = make(case, num_slots * 2 * ffn, hidden, torch.float32, rng)
+    w2 = make(case, num_slots * hidden, ffn, torch.float32, rng)
+    biases = tuple(torch.randn(w.num_rows, generator=rng, device=device) for w in (w13, w2))
+    slots = slots_of("one", len(x), 2, num_slots, rng)
+    slots[3, 0] = -1
+    found = quantised_products(x, w13, w2, slots, biases)
+    expected = twin_products(x, w13, w2, slots, biases=biases, clamp=(0.7, 1.702))
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    alone = quantised_products(x[:1].clone(), w13, w2, slots[:1].contiguous(), biases)
+    assert torch.equal(alone[0], found[0])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""Products of few tokens with quantised experts, whose weights are restored as they are read.
+
+They run where kernels.cuda.experts does not. Only experts that are routed to are read. Shape
+letters and programs are those of kernels.triton.experts; tokens of one expert are taken 16 at a
+time, and its weights restored for each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.arguments import Quantised
+from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.experts import (
+    GROUP,
+    Gate,
+    _members,
+    _rows_of,
+    _slot_of,
+    _store,
+    few_grid,
+    meaning_of,
+)
+from kernels.triton.quantised import (
+    _arrays,
+    _bytes_of,
+    _columns,
+    _meaning,
+    _restored,
+    _sizes,
+    _upper_bits,
+)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _few_kernel(
+    x, values, high, scale, zero, low, subscale, sublow, table, bias, slots, out, num_tokens, N, K,
+    row_bytes, high_bytes, groups, subgroups, stride_x,
+    KIND: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, SUBGROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_LOW: tl.constexpr, HAS_SUBSCALE: tl.constexpr,
+    HAS_SUBLOW: tl.constexpr, HIGH_BITS: tl.constexpr, HALVES: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_PLACES: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_PAIR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        release()
+        wait()
+    BLOCK: tl.constexpr = BLOCK_K // HALVES
+    slot, is_used, own = _slot_of(slots, num_tokens, BY_PAIR, TOP_K, BLOCK_T, BLOCK_PLACES)
+    if is_used:
+        rows = _rows_of(slot, N, BLOCK_N, IS_GATED)
+        block = tl.arange(0, BLOCK)
+        places, tiles = _columns(block, HALVES), tl.cdiv(K, 64)
+        count = tl.sum((own >= 0).to(tl.int32), 0)
+        for number in range(tl.cdiv(count, TOKENS)):
+            tokens, pairs, is_member = _members(own, number, BLOCK_T, TOKENS)
+            x_rows = pairs
+            if IS_GATED:
+                x_rows = tokens
+            x_at = x + x_rows.to(tl.int64)[:, None] * stride_x
+            acc = tl.zeros([BLOCK_N, TOKENS], dtype=tl.float32)
+            for first in range(0, K, BLOCK_K):
+                bytes_ = _bytes_of(values, rows, row_bytes, first, tiles, block, HALVES)
+                for half in tl.static_range(HALVES):
+                    inputs = first + half * 8 + places
+                    mask = is_member[:, None] & (inputs < K)[None, :]
+                    read = tl.load(x_at + inputs[None, :], mask=mask, other=0.0)
+                    upper = _upper_bits(
+                        high, rows, high_bytes, first, half, tiles, block, HIGH_BITS
+                    )
+                    weights = _restored(
+                        bytes_, upper, scale, zero, low, subscale, sublow, table, rows, groups,
+                        subgroups, first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW,
+                        HAS_SUBSCALE, HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
+                    )  # fmt: skip
+                    weights = weights.to(x.dtype.element_ty)
+                    acc = tl.dot(weights, tl.trans(read), acc, input_precision="ieee")
+            _store(
+                acc, bias, out, rows, pairs, is_member, N, BLOCK_N, TOKENS, HAS_BIAS, IS_GATED,
+                IS_GELU, LIMIT, ALPHA,
+            )  # fmt: skip
+
+
+def few(
+    x: torch.Tensor,
+    weight: Quantised,
+    slots_Tk: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: Gate | None = None,
+) -> None:
+    """Launch a product of at most MAX_SMALL_TOKENS tokens.
+
+    Args:
+        x: as that of kernels.triton.experts.few, and so are the others.
+        weight: its columns in their own order.
+        slots_Tk: as there.
+        out: as there.
+        bias: as there.
+        gate: as there.
+    """
+    assert weight.columns is None
+    (num_tokens, top_k), size_out, size_in = slots_Tk.shape, out.shape[1], x.shape[1]
+    block_n, block_k = 32, 64 if x.dtype == torch.float32 else 128
+    grid, shape = few_grid(slots_Tk, weight.shape[0], size_out, block_n, is_gated=gate is not None)
+    _few_kernel[grid](
+        x,
+        *_arrays(weight),
+        weight.values if bias is None else bias,
+        slots_Tk,
+        out,
+        num_tokens,
+        size_out,
+        size_in,
+        *_sizes(weight),
+        x.stride(0),
+        **_meaning(weight),
+        TOP_K=top_k,
+        **shape,
+        TOKENS=GROUP,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        HAS_BIAS=bias is not None,
+        **meaning_of(gate),
+        num_warps=4,
+        num_stages=3,
+        **launch_options(x.device),
+    )
