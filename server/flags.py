@@ -27,7 +27,7 @@ from engine.errors import ConfigError, did_you_mean
 from engine.sealed import Setting, describe_type, from_plain, settings, without_null
 from server.settings import ListenSettings, ServerSettings
 
-OFFLOAD: Final = ("none", "auto", "uva", "prefetch")
+OFFLOAD: Final = ("none", "auto", "uva", "prefetch", "experts")
 ALIASES: Final = {"kv-cpu-gib": "cpu_gib"}
 """Further names of flags -> the keyword."""
 Settings = TypeVar("Settings", bound=ListenSettings)

@@ -20,6 +20,7 @@ OFFLOADS: Final = (
     ("auto", "auto: the fastest that fits"),
     ("uva", "uva: read in place"),
     ("prefetch", "prefetch: copied ahead"),
+    ("experts", "experts: of mixtures, some kept on the GPU"),
 )
 FORMATS: Final = (
     ("", "chosen by the planner"),
@@ -27,11 +28,16 @@ FORMATS: Final = (
     ("lossless", "lossless codes"),
     ("auto", "auto: codes where they help"),
 )
+ROUNDINGS: Final = (
+    ("", "not rounded"),
+    ("int8", "int8: other tokens, half the size"),
+    ("int4", "int4: other tokens, a quarter of the size"),
+)
 STATES: Final[Mapping[str, str]] = {"present": "yes", "partial": "in part", "absent": "no"}
 """Whether files of a model are on this machine."""
 SETTINGS: Final = (
     *("max_model_len", "offload", "cpu_offload_gb", "max_num_seqs", "gpu_memory_utilization"),
-    *("kv_cpu_gib", "weight_format"),
+    *("kv_cpu_gib", "weight_format", "quantize"),
 )
 """Settings of a profile that the form has."""
 NO_FILES: Final[dict[str, Any]] = {"has_files": False, "freed": ""}

@@ -16,6 +16,7 @@ SETTINGS: Final = (
     ("model", "model"),
     ("dtype", "type of weights"),
     ("weight_format", "weights as"),
+    ("quantize", "weights rounded to"),
     ("offload", "offload"),
     ("offload_bytes", "weights in host memory"),
     ("max_model_len", "longest sequence, tokens"),

@@ -125,6 +125,7 @@ class Pages:
             moment=time.strftime("%H:%M:%S"),
             offloads=models.OFFLOADS,
             formats=models.FORMATS,
+            roundings=models.ROUNDINGS,
             **values,
         )
         return HTMLResponse(text, status, {**HEADERS, "Content-Security-Policy": POLICY})

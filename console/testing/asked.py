@@ -25,7 +25,8 @@ WARMUP: Final = 2
 PROFILES: Final = ".profiles"
 """Folder of a sweep with a file for each profile."""
 _OF_MODEL: Final = "model."
-"""Keys of the model, which are chosen by its name."""
+"""Keys of the model, which are chosen by its name but for those below."""
+_MODEL: Final = ("load_format", "keep_lossless", "quantize", "routing")
 _SAID: Final = ("offload.offload_backend", "planner.choose", "facts_folder", "kept_folder")
 """Keys that a file of conf/offload sets, and those that are no choice."""
 _OF_WAY: Final[Mapping[str, tuple[str, ...]]] = {
@@ -80,8 +81,7 @@ def asked_of(settings: Mapping[str, Any], model: Model) -> Asked:
         is_said = setting.path in _SAID or setting.path.startswith(_OF_MODEL)
         if not is_said and (value != setting.default or setting.path in _OF_WAY.get(way, ())):
             values[setting.path] = list(value) if isinstance(value, list) else value
-    if "load_format" in settings:
-        values["model.load_format"] = settings["load_format"]
+    values |= {f"model.{name}": settings[name] for name in _MODEL if name in settings}
     return Asked(groups={"offload": way}, values=values)
 
 

@@ -84,7 +84,7 @@ def test_a_file_has_flat_keys_and_the_command_line_wins(tmp_path: Path) -> None:
     [
         ([], "serve MODEL"),
         (["a", "--model", "b"], "one model"),
-        (["a", "--offload", "some"], "none, auto, uva, prefetch"),
+        (["a", "--offload", "some"], "none, auto, uva, prefetch, experts"),
         (["a", "--offload", "auto", "--choose"], "got both"),
         (["a", "--kv-transfer-config", "{"], "kv-transfer-config"),
         (["a", "--max-num-queued-reqs", "0"], "max_num_queued_reqs"),

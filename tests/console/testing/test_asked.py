@@ -21,6 +21,7 @@ PROFILES: list[dict[str, Any]] = [
     {"cpu_offload_gb": 2},
     {"offload": "prefetch", "offload_group_size": 4, "offload_num_in_group": 2},
     {"offload": "auto", "objective": "throughput", "weight_format": "lossless"},
+    {"quantize": "int4", "offload": "none"},
     {"kv_cpu_gib": 1.5, "enable_prefix_caching": True, "device": "cpu", "gpu_memory_gib": 0.5},
 ]
 NODES = ("offload.uva", "offload.prefetch", "kv", "engine", "planner")
@@ -40,6 +41,7 @@ def test_profiles_mean_the_same_to_the_harness(models: Models, tmp_path: Path) -
             read = attrgetter(node)
             assert asdict(read(config)) == asdict(read(wanted))
         assert config.offload.backend == wanted.offload.backend
+        assert config.model.quantize == wanted.model.quantize
         assert config.gpu.device == wanted.gpu.device
         assert config.gpu.memory_gib == wanted.gpu.memory_gib
 
