@@ -138,6 +138,22 @@ def test_points_are_those_of_the_file_in_order():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["bench_quantised", "bench_experts"])
+def test_points_of_other_weights_and_experts_have_either_steps_or_requests(name):
+    (found,) = Composer().plan([f"study={name}"]).points
+    points = compose_points(found.config, found.overrides)
+    budgets = {"cached": 21.6, "awq_cached": 13.6, "resident": 80.01, "plain": 40.005}
+    for point, planned in points.items():
+        scenario, card = planned.config.scenario, planned.config.gpu
+        parts = (scenario.steps, scenario.throughput, scenario.bare and scenario.bare.parts)
+        assert sum(map(bool, parts)) == 1, point
+        budget = card.memory_gib * planned.config.engine.gpu_memory_utilization
+        assert budget == pytest.approx(budgets.get(point, budget)), point
+        assert planned.config.model.load_format == "dummy"
+    assert list(points)[-1] in {"four", "awq_uva"}
+
+
+@pytest.mark.slow
 def test_points_of_lossless_weights_have_the_budgets_of_their_targets():
     (found,) = Composer().plan(["study=bench_lossless"]).points
     points = compose_points(found.config, found.overrides)
