@@ -44,7 +44,11 @@ def address(process: subprocess.Popen[str]) -> str:
     raise AssertionError("it ended before it had an address")
 
 
-def test_it_answers_until_it_is_told_to_end(tmp_path: Path) -> None:
+def test_it_answers_until_it_is_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from console.run import main
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(60)
@@ -57,10 +61,9 @@ def test_it_answers_until_it_is_told_to_end(tmp_path: Path) -> None:
             assert page.status_code == 200
             assert "Nothing is served" in page.text or "main" in page.text
             assert httpx.get(f"{url}/api/snapshot").json()["services"][0]["name"] == "main"
-            with started(tmp_path / "a home [1]", "--port", "0") as second:
-                _, said = second.communicate(timeout=60)
-                assert second.returncode == EXIT_CONFIG
-                assert "expected no other console on the registry" in said
+            monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "a home [1]"))
+            assert main(["--port", "0"]) == EXIT_CONFIG
+            assert "expected no other console on the registry" in capfd.readouterr().err
             with httpx.stream("GET", f"{url}/api/events") as stream:
                 next(stream.iter_lines())
                 begin_s = time.monotonic()

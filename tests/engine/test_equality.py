@@ -18,11 +18,21 @@ from tests.engine.placements import (
     Residents,
     check_equal,
 )
-from tests.slow import slow
+from tests.slow import mostly_slow, slow
 from tests.tiny import greedy, greedy_params, open_llm
 
+FAST = (
+    "uva of some, staged",
+    "uva of all",
+    "uva of products",
+    "prefetch",
+    "prefetch, three slots",
+    "swap space",
+)
+"""One of each backend, part, number of slots and way to read."""
 
-@pytest.mark.parametrize("name", OFFLOADS)
+
+@pytest.mark.parametrize("name", mostly_slow(OFFLOADS, FAST.__contains__))
 def test_every_placement_equals_resident(residents: Residents, name: str) -> None:
     llm = residents.open(5, **OFFLOADS[name])
     check_equal(residents, llm, 5)
@@ -75,7 +85,7 @@ def test_where_pinning_fails_weights_are_copied_from_pageable_memory(
     residents.open(5).close()
 
 
-@pytest.mark.parametrize("name", OFFLOADS)
+@pytest.mark.parametrize("name", mostly_slow(OFFLOADS, FAST.__contains__))
 def test_what_is_allocated_is_what_was_planned(residents: Residents, name: str) -> None:
     llm = residents.open(5, **OFFLOADS[name])
     items = llm.plan.gpu_items

@@ -147,8 +147,9 @@ def test_aborts_and_preemptions_change_no_tokens(tiny: TinyModels) -> None:
         steps += 1
         if steps == 6:
             llm.abort(ids[2])
-        check_banks(llm)
-        poison(llm)
+        if steps % 4 == 0:
+            check_banks(llm)
+            poison(llm)
     assert llm.stats()["preemptions"] > 0
     for index, request_id in enumerate(ids):
         if index != 2:
@@ -205,7 +206,7 @@ def test_without_pinned_memory_experts_are_copied_on_demand(
     [
         {"quantize": "int4"},
         slow({"quantize": "int8"}),
-        {"dtype": "bfloat16", "weight_format": "lossless"},
+        slow({"dtype": "bfloat16", "weight_format": "lossless"}),
     ],
     ids=lambda stored: "-".join(stored.values()),
 )

@@ -91,9 +91,7 @@ def test_every_family_has_the_tokens_of_transformers(variant, changes, tmp_path)
     llm.close()
 
 
-@pytest.mark.parametrize(
-    "place", mostly_slow(PLACES, lambda place: place in {"uva of products", "prefetch"})
-)
+@pytest.mark.parametrize("place", mostly_slow(PLACES, lambda place: place == "prefetch"))
 def test_a_mix_of_types_in_every_residence(place, tmp_path_factory):
     file, plain, meant = mixed(tmp_path_factory)
     llm = open_llm(file, **LIMITS, **PLACES[place])

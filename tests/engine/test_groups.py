@@ -117,9 +117,9 @@ def test_tokens_do_not_depend_on_preemption(
 
 
 def test_prefixes_swaps_and_a_sequence_longer_than_the_gpu(
-    tiny: TinyModels, masked: Masked, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, long = masked(PROMPTS, NEW), masked([LONG], NEW)
+    expected, long = (of_roomy_engine(tiny, prompts, NEW) for prompts in (PROMPTS, [LONG]))
     many = [make_prompt(5 + at, seed=at) for at in range(8)]
     expected_of_many = of_roomy_engine(tiny, many, 30)
     tiers(monkeypatch, 24, num_window=(24, 18), pinned=40, pageable=3)

@@ -103,11 +103,11 @@ def test_preemption_at_concurrency(
     recompute_token_s: float,
 ) -> None:
     folder = tiny.folder("llama", **SIZES)
-    prompts = [STEM[: 7 * (at % 3)] + make_prompt(3 + at % 9, seed=at) for at in range(18)]
+    prompts = [STEM[: 7 * (at % 3)] + make_prompt(3 + at % 9, seed=at) for at in range(12)]
     expected = alone(folder, prompts, 24)
     tiers(
         monkeypatch,
-        22,
+        18,
         pinned=40,
         pageable=30,
         prefix_caching=prefix_caching,

@@ -65,7 +65,8 @@ def test_weights_are_those_of_the_format_and_tokens_those_of_transformers(name, 
     folder, plain, meant = folders(name)
     llm = open_llm(folder, dtype="float32", **LIMITS)
     check_weights(llm, meant)
-    assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
+    if name in FAST:  # of the others in every residence, which are slow
+        assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
     llm.close()
 
 
@@ -89,7 +90,7 @@ def check_weights(llm, meant):
     ("name", "place"),
     [
         (name, place)
-        if name == FAST[1] or (name == FAST[2] and place == "prefetch of products")
+        if (name, place) in {(FAST[1], "uva, staged"), (FAST[2], "prefetch of products")}
         else slow(name, place)
         for name in WAYS
         for place in PLACES

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import CheckpointError, ConfigError
 from engine.model.formats import EMBEDDING, HEAD
 from tests.engine.quantised import SIZES, WAYS, change_config, read_back, write
-from tests.slow import slow
+from tests.slow import mostly_slow, slow
 from tests.tiny import greedy, greedy_of_transformers, hf_model, make_prompt, open_llm, save
 
 PROMPTS = [make_prompt(length, seed=4) for length in (70, 9, 1)]
@@ -100,7 +100,7 @@ def test_weights_are_those_of_a_slow_reference(dtype, bits, made):
         llm.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", mostly_slow(PLACES, "uva of products".__eq__))
 def test_every_residence_has_the_same_weights_and_tokens(place, made):
     folder, plain, meant = made("bfloat16", 4)
     llm = open_llm(folder, dtype="float32", quantize="int4", **LIMITS, **PLACES[place])

@@ -112,7 +112,7 @@ def test_blocks_of_experts_fit_every_card_and_add_in_one_order(capability, is_ga
         (loaders.PLAIN, 1, True, (8, 6)),
         slow(loaders.PLAIN, 64, False, (9, 0)),
         slow(loaders.CODES, 1, True, (8, 6)),
-        (loaders.CODES, 64, False, (9, 0)),
+        slow(loaders.CODES, 64, False, (9, 0)),
         (QUANTISED[0], 1, True, (8, 6)),
         slow(QUANTISED[0], 64, False, (9, 0)),
     ],

@@ -143,7 +143,7 @@ def test_a_row_depends_on_no_other_and_on_no_place(device, rng, total):
     assert torch.equal(moved, whole)
 
 
-@pytest.mark.parametrize("total", [7, slow(20), 80])
+@pytest.mark.parametrize("total", [slow(7), slow(20), 80])
 def test_parts_of_a_step_make_what_the_whole_does(device, rng, total):
     x = torch.randn((total, 64), generator=rng, device=device).bfloat16()
     w13, w2 = weights_of(6, 64, 32, torch.bfloat16, rng)
@@ -195,7 +195,7 @@ def test_quantised_experts_of_few_tokens(device, rng, case):
 def test_routing_equals_twin(device, rng, num_experts, renormalise):
     logits = torch.randn((9, num_experts), generator=rng, device=device)
     rows = torch.tensor([0, -1, 5, 3, -1, 2, 1, 7, 8], device=device)
-    for top_k in (1, 2, num_experts):
+    for top_k in (1, 2, min(num_experts, 9)):
         given = {"renormalise": renormalise, "rows_T": rows}
         ids, shares = kernel_route(logits, top_k, **given)
         expected_ids, expected = ref.route(logits, top_k, rounds=False, **given)

@@ -95,6 +95,7 @@ def test_parts_give_the_bits_of_one_pass(case, name, dtype, rng, beside):
     assert_close(expected, whole(WHOLE["twin"], cache, q), ATTENTION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [slow(1), 3])
 def test_programs_share_the_splits_of_a_part(most, monkeypatch, rng, beside):
     from kernels.triton import decode_attention

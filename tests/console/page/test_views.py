@@ -10,7 +10,7 @@ import pytest
 
 from console.registry.tables import TestRun
 from tests.console.page.snapshots import GIB, HOSTILE, bare
-from tests.slow import mostly_slow
+from tests.slow import mostly_slow, slow
 
 
 class Tags(HTMLParser):
@@ -41,7 +41,9 @@ VIEWS = (
 )
 
 
-@pytest.mark.parametrize("address", [*VIEWS, "/models/2", "/models/2/delete", "/?range=1h"])
+@pytest.mark.parametrize(
+    "address", [*VIEWS, "/models/2", slow("/models/2/delete"), slow("/?range=1h")]
+)
 def test_every_view_is_whole_escaped_and_has_nothing_inline(client, address):
     answer = client.get(address)
     assert answer.status_code == 200

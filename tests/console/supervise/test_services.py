@@ -25,6 +25,7 @@ from tests.console.supervise.conftest import (
     supervising,
     until,
 )
+from tests.slow import slow
 
 
 def test_a_service_is_started_shown_and_stopped(database: Database, home: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_wish_that_is_true_is_done_and_another_job_waits(database: Database, h
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("words", ["slow", "stuck", "mute"])
+@pytest.mark.parametrize("words", ["slow", slow("stuck"), slow("mute")])
 def test_a_load_is_stopped_where_it_stands(words: str, database: Database, home: Path) -> None:
     async def run() -> None:
         profile = add_model(database, words)
@@ -322,7 +323,7 @@ def test_what_would_fail_again_is_not_started_again(database: Database, home: Pa
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("words", ["stuck", "mute"])
+@pytest.mark.parametrize("words", ["stuck", slow("mute")])
 def test_a_load_without_progress_is_ended(words: str, database: Database, home: Path) -> None:
     async def run() -> None:
         now_s = [0.0]

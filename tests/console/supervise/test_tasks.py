@@ -26,6 +26,7 @@ from tests.console.supervise.conftest import (
 from tests.console.supervise.test_units import StandIn as Systemctl
 from tests.console.supervise.test_units import installed, unit_of
 from tests.console.testing.conftest import StandIn, record, stand_in
+from tests.slow import slow
 
 __all__ = ["stand_in"]
 HARNESS = Path(__file__).parents[1] / "testing" / "stand_in.py"
@@ -164,7 +165,7 @@ def test_a_test_goes_on_without_a_console_and_the_next_one_follows_it(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("ends", ["with nobody", "with the next console"])
+@pytest.mark.parametrize("ends", [slow("with nobody"), "with the next console"])
 def test_a_unit_is_started_again_by_the_console_behind_the_one_that_stopped_it(
     database: Database, home: Path, more: Mapping[str, Any], stand_in: StandIn, ends: str
 ) -> None:

@@ -32,7 +32,7 @@ from tests.tiny import (
 
 PROMPTS = [make_prompt(length) for length in (1, 7, 33, 250, 1000)]
 SHORT = [make_prompt(length, seed=1) for length in (1, 2, 15, 16, 17, 40, 64, 65)]
-MAX_TOKENS = 8
+MAX_TOKENS = 6
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ MAX_TOKENS = 8
 )
 def test_tokens_equal_transformers_alone_and_together(tiny: TinyModels, variant: str) -> None:
     """Those with windows have a file of their own, and below rotary tables of all kinds run."""
-    prompts = PROMPTS[: 5 if variant in {"llama", "gemma3"} else 4]
+    prompts = PROMPTS if variant in {"llama", "gemma3"} else PROMPTS[1:4]
     expected = tiny.greedy(variant, prompts, MAX_TOKENS)
     llm = open_llm(tiny.folder(variant))
     assert greedy(llm, prompts, MAX_TOKENS) == expected

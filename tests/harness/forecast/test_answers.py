@@ -108,6 +108,7 @@ def test_plain_weights_that_fit_are_shown_beside_faster_ones(
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.slow
 def test_memory_alone_is_a_part_of_every_card_and_no_card_of_its_own(
     composer: Composer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_run_that_is_refused_says_what_its_plan_says(composer: Composer, tmp_p
         assert mine == theirs
 
 
+@pytest.mark.slow
 def test_a_sweep_shows_what_is_best_for_each_point(composer: Composer) -> None:
     items = [found_of(composer, *OLMO), found_of(composer, *OLMO, "offload=auto")]
     _, header, first, second, end = sweep_table(items, ["as it is", "auto"])

@@ -155,6 +155,7 @@ def test_lossless_weights_are_recommended_where_nothing_moves_in_them(composer: 
     ]
 
 
+@pytest.mark.slow
 def test_weights_in_codes_that_leave_the_gpu_least_are_recommended(composer: Composer) -> None:
     asked = ("+model=olmo7b", "gpu=rtx3060_12gb", "engine.max_model_len=2048", "scenario=latency")
     (point,) = composer.plan(["mode=plan", *asked]).points
@@ -169,6 +170,7 @@ def test_weights_in_codes_that_leave_the_gpu_least_are_recommended(composer: Com
     assert moved in said(found)
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_plain_is_recommended_in_codes_where_they_are_faster(
     composer: Composer,
 ) -> None:

@@ -47,6 +47,7 @@ def test_what_is_best_for_a_queue_is_shown_where_one_is_timed(
     assert " offload=auto planner.objective=throughput " in line
 
 
+@pytest.mark.slow
 def test_it_is_recommended_where_the_objective_is_a_queue(composer: Composer) -> None:
     found = found_of(composer, "scenario=throughput", "offload=auto", QUEUE)
     assert [row.label for row in found.rows][-1] == "auto"
