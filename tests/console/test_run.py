@@ -38,10 +38,12 @@ def started(home: Path, *flags: str, **env: str) -> Iterator[subprocess.Popen[st
 
 def address(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
+    said = []
     for line in process.stderr:
         if line.startswith(ADDRESS):
             return line.removeprefix(ADDRESS).partition(",")[0]
-    raise AssertionError("it ended before it had an address")
+        said.append(line)
+    raise AssertionError(f"it ended before it had an address: {''.join(said)}")
 
 
 def test_it_answers_until_it_is_told_to_end(

@@ -181,7 +181,7 @@ def test_slots_are_forgotten_when_a_step_fails(
 def test_more_slots_than_experts_and_dense_models_are_refused(tiny: TinyModels) -> None:
     with pytest.raises(ConfigError, match=r"expert_slots: expected at most the 6 experts .* got 7"):
         open_cached(tiny, "qwen3_moe", expert_slots=7)
-    with pytest.raises(ConfigError, match=r"expected a model with experts .* got llama, which is"):
+    with pytest.raises(ConfigError, match="expected a model with experts, got llama, which is"):
         open_cached(tiny, "llama")
     with pytest.raises(ConfigError, match=r"experts_first: expected a model with experts"):
         open_llm(tiny.folder("llama"), cpu_offload_gb=1, experts_first=True)
