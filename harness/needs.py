@@ -19,15 +19,13 @@ FOLDERS = ("catalogue", "console", "engine", "harness", "kernels", "reports", "s
 """The project's folders, which a checkout imports by these names."""
 
 
-def shadowed(
-    find: Callable[[str], Any] = find_spec,
-) -> str:
+def shadowed() -> str:
     """Return a line that names another module which is imported in place of a folder, or ""."""
     root = Path(__file__).resolve().parents[1]
     if __name__.count(".") > 1:  # installed, where all folders lie inside one package
         return ""
     for name in FOLDERS:
-        spec = find(name)
+        spec = find_spec(name)
         found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if found is not None and root not in found.parents:
             return (

@@ -229,9 +229,7 @@ class Forecast:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Every way to place the weights, side by side, whether it fits or not."""
-        scenario = self.config.scenario
-        has_queue = scenario.throughput is not None or scenario.serve is not None
-        return tuple(_rows(self.base, self.spec, self.facts, has_queue=has_queue))
+        return tuple(_rows(self))
 
     @cached_property
     def recommended(self) -> Row | None:
@@ -288,39 +286,39 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
     )
 
 
-def _rows(
-    base: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, has_queue: bool
-) -> Iterator[Row]:
+def _rows(point: Forecast) -> Iterator[Row]:
+    base, scenario = point.base, point.config.scenario
     keeps_length = base.planner.objective == "context" and base.planner.auto_fields
     auto = replace(base.planner, choose=True, auto_fields=["max_model_len"] if keeps_length else [])
     bare = replace(base, offload=OffloadConfig(), planner=PlannerConfig())
-    none = _row("none", ("offload=none",), bare, spec, facts)
+    none = _row(point, "none", ("offload=none",), bare)
     if base.offload.backend != "none" or base.planner.auto_fields:
-        yield _row(f"{_backend(base)} (as set)", (), base, spec, facts)
+        yield _row(point, f"{_backend(base)} (as set)", (), base)
     yield none
-    if in_codes(asked_of(bare, spec, facts)) is not None:
+    if in_codes(asked_of(bare, point.spec, point.facts)) is not None:
         overrides = ("offload=none", "engine.weight_format=lossless")
         engine = replace(bare.engine, weight_format="lossless")
-        yield _row(LOSSLESS, overrides, replace(bare, engine=engine), spec, facts)
+        yield _row(point, LOSSLESS, overrides, replace(bare, engine=engine))
     is_open = base.engine.weight_format is None and base.model.quantize is None
-    if is_open and not (none.fits or spec.quantization):
+    if is_open and not (none.fits or point.spec.quantization):
         model = replace(base.model, quantize="int4")
         overrides = ("offload=none", "model.quantize=int4")
-        yield _row(ROUNDED, overrides, replace(bare, model=model), spec, facts)
+        yield _row(point, ROUNDED, overrides, replace(bare, model=model))
     if base.offload.backend != "uva":
-        yield _uva_row(bare, spec, facts, fits=none.fits)
+        yield _uva_row(point, bare, fits=none.fits)
     if base.offload.backend != "prefetch":
-        yield _prefetch_row(bare, spec, facts, fits=none.fits)
-    chosen = _row("auto", _auto_overrides(auto), replace(bare, planner=auto), spec, facts)
+        yield _prefetch_row(point, bare, fits=none.fits)
+    chosen = _row(point, "auto", _auto_overrides(auto), replace(bare, planner=auto))
     yield chosen
     if chosen.is_lossless and base.engine.weight_format is None and not none.fits:
         plain = replace(bare, planner=auto, engine=replace(bare.engine, weight_format=PLAIN))
         names = (*_auto_overrides(auto), f"engine.weight_format={PLAIN}")
-        yield _row("auto, plain", names, plain, spec, facts)
+        yield _row(point, "auto, plain", names, plain)
+    has_queue = scenario.throughput is not None or scenario.serve is not None
     if has_queue and auto.objective != "throughput":
         planner = replace(auto, objective="throughput")
         other = replace(bare, planner=planner)
-        queue = _row(FOR_QUEUE, _auto_overrides(planner), other, spec, facts)
+        queue = _row(point, FOR_QUEUE, _auto_overrides(planner), other)
         if queue.queue_tokens_s > chosen.queue_tokens_s:
             yield queue
     if none.plan is not None and (none.predicted["host_kv"] or {}).get("host_bytes"):
@@ -328,7 +326,7 @@ def _rows(
         # weights that leave them room.
         config = replace(bare, planner=auto, kv=base.kv.without_host_tier())
         names = ("kv=gpu", *_auto_overrides(auto))
-        yield _row(WITHOUT_HOST_KV, names, config, spec, facts)
+        yield _row(point, WITHOUT_HOST_KV, names, config)
 
 
 def _backend(base: EngineConfig) -> str:
@@ -353,25 +351,19 @@ def _unpackable(config: EngineConfig) -> Mapping[str, str]:
     return read_unpackable(config.facts_folder, config.model.path)
 
 
-def _row(
-    label: str,
-    overrides: tuple[str, ...],
-    config: EngineConfig,
-    spec: ModelSpec,
-    facts: DeviceFacts,
-) -> Row:
-    plan, error = None, ""
+def _row(point: Forecast, label: str, overrides: tuple[str, ...], config: EngineConfig) -> Row:
+    plan, error, unpackable = None, "", _unpackable(config)
     try:
-        plan = plan_memory(config, spec, facts, unpackable=_unpackable(config), explain=False)
+        plan = plan_memory(config, point.spec, point.facts, unpackable=unpackable, explain=False)
         found: dict[str, Any] = plan.to_dict()
     except CapacityError as refusal:
         found, error = dict(refusal.plan or {}), str(refusal)
     return Row(label=label, overrides=overrides, plan=plan, bytes=found, error=error)
 
 
-def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:
+def _uva_row(point: Forecast, bare: EngineConfig, *, fits: bool) -> Row:
     """The least uva that fits, else all; where nothing is needed, that of conf/offload."""
-    asked = asked_of(bare, spec, facts)
+    spec, asked = point.spec, asked_of(bare, point.spec, point.facts)
     way = None if fits else least_uva(asked)
     if way is not None:
         size = way.asked.config.offload.uva.cpu_offload_gb
@@ -381,15 +373,16 @@ def _uva_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: b
         size = math.ceil(100 * asked.formats.total_bytes(spec.tensors()) / GIB) / 100
     offload = OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=size))
     overrides = ("offload=uva", f"offload.uva.cpu_offload_gb={size:g}")
-    return _row(f"uva, {size:g} GiB", overrides, replace(bare, offload=offload), spec, facts)
+    return _row(point, f"uva, {size:g} GiB", overrides, replace(bare, offload=offload))
 
 
-def _prefetch_row(bare: EngineConfig, spec: ModelSpec, facts: DeviceFacts, *, fits: bool) -> Row:
+def _prefetch_row(point: Forecast, bare: EngineConfig, *, fits: bool) -> Row:
     """The fewest layers of each group that fit; where none need to, those of conf/offload."""
-    asked, group = asked_of(bare, spec, facts), min(GROUP, spec.num_hidden_layers)
+    asked = asked_of(bare, point.spec, point.facts)
+    group = min(GROUP, point.spec.num_hidden_layers)
     way = None if fits else least_prefetch(asked)
     if way is None:
         way = prefetch_way(asked, group, min(PRESET_NUM, group) if fits else group, LOOKAHEADS[0])
     offload = way.asked.config.offload
     label = f"prefetch, {offload.prefetch.offload_num_in_group} of {group} layers"
-    return _row(label, way.settings, replace(bare, offload=offload), spec, facts)
+    return _row(point, label, way.settings, replace(bare, offload=offload))

@@ -42,10 +42,9 @@ class Probed:
         """Whether other processes used so much that the rates are not the machine's."""
         return is_disturbing(self.others_cores)
 
-    def is_outdated(self, now: float | None = None) -> bool:
+    def is_outdated(self) -> bool:
         """Return whether they were disturbed, and long enough ago to be made again."""
-        age_s = (time.time() if now is None else now) - self.measured_at
-        return self.is_disturbed and age_s > REPEAT_S
+        return self.is_disturbed and time.time() - self.measured_at > REPEAT_S
 
     def age(self, now: float | None = None) -> str:
         """Return how long ago they were measured, in words, and what disturbed them."""

@@ -55,8 +55,8 @@ def ab_page(record: RunRecord, links: Mapping[str, str]) -> Page:
         _sides(sample),
         _requests(sample),
         _runs(sample, links),
-        Section(title="Configuration", tables=(_folded("Every setting", record.config),)),
-        Section(title="Environment", tables=(_folded("Machine", record.environment),)),
+        Section(title="Configuration", tables=(tree_table(record.config, "Every setting"),)),
+        Section(title="Environment", tables=(tree_table(record.environment, "Machine"),)),
         Section(title="Definitions", text=CONVENTIONS),
     )
     parts = (facts.model_name(record), facts.budget_title(record))
@@ -70,10 +70,6 @@ def ab_page(record: RunRecord, links: Mapping[str, str]) -> Page:
         sections=tuple(section for section in sections if section is not None),
         alt={"ratios": "Side b over side a of each quantity, with intervals and noise"},
     )
-
-
-def _folded(caption: str, tree: Mapping[str, object]) -> Table:
-    return tree_table(tree, caption=caption, is_folded=True)
 
 
 def _verdict(record: RunRecord) -> Verdict:

@@ -287,20 +287,14 @@ def _with_interval(record: RunRecord, name: str) -> str:
     return f"{text} ({ends})" if ends else text
 
 
-def tree_table(
-    tree: Mapping[str, object],
-    caption: str = "",
-    *,
-    is_folded: bool = False,
-    is_printed: bool = True,
-) -> Table:
-    """Return nested settings as rows of dotted key and value; bytes are shown in GiB or MiB."""
+def tree_table(tree: Mapping[str, object], caption: str = "", *, is_printed: bool = True) -> Table:
+    """Return nested settings as rows of dotted key and value, folded; bytes in GiB or MiB."""
     rows = [(key, _value(key, value)) for key, value in flatten(_numbered(tree))]
     return Table(
         columns=("key", "value"),
         rows=rows,
         caption=caption,
-        is_folded=is_folded,
+        is_folded=True,
         is_printed=is_printed,
     )
 

@@ -340,9 +340,7 @@ def _configuration(record: RunRecord) -> Section | None:
     if not record.config and not record.overrides:
         return None
     text = f"Overrides: {' '.join(record.overrides)}" if record.overrides else "No overrides."
-    table = tree_table(
-        record.config, caption="The composed configuration", is_folded=True, is_printed=False
-    )
+    table = tree_table(record.config, "The composed configuration", is_printed=False)
     return Section(
         title="Configuration",
         text=(text,),
@@ -358,11 +356,11 @@ def _tree(
     if not tree:
         return None
     main = {key: value for key, value in tree.items() if key not in folded}
-    tables = [tree_table(main, caption="Every value", is_folded=True)] if main else []
+    tables = [tree_table(main, "Every value")] if main else []
     for key, caption in folded.items():
         branch = tree.get(key)
         if isinstance(branch, Mapping) and branch:
-            tables.append(tree_table(branch, caption=caption, is_folded=True, is_printed=False))
+            tables.append(tree_table(branch, caption, is_printed=False))
     return Section(title=title, tables=tuple(tables), is_printed=is_printed)
 
 
@@ -518,13 +516,11 @@ def memory_section(record: RunRecord) -> Section | None:
     names = ("kv", "placements", "bytes_per_step")
     first: dict[str, object] = {name: plan[name] for name in names if name in plan}
     if first:
-        tables.append(tree_table(first, caption="KV cache and placements", is_folded=True))
+        tables.append(tree_table(first, "KV cache and placements"))
     tables.append(metric_table(record, ["memory"]))
     rest = {key: value for key, value in plan.items() if key not in {"gpu", "host", *first}}
     if rest:
-        tables.append(
-            tree_table(rest, caption="Other figures of the plan", is_folded=True, is_printed=False)
-        )
+        tables.append(tree_table(rest, "Other figures of the plan", is_printed=False))
     kept = tuple(table for table in tables if table is not None)
     if not kept:
         return None
