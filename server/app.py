@@ -286,6 +286,7 @@ class Server:
         chat = self._rendered(asked, ready)
         params = asked.to_params(ready.sampling_defaults)
         is_forced = asked.forced_tools() is not None
+        may_call = chat.tools and params.structured is None  # a form leaves no room for calls
         self._check_room(ready, params.n)
         parser = self._settings.tool_call_parser
         parser = ready.tool_parser if parser == "auto" else parser
@@ -294,7 +295,7 @@ class Server:
             1,
             params.n,
             num_top=asked.top_logprobs or 0,
-            tool_parser="forced" if is_forced else parser if chat.tools else "none",
+            tool_parser="forced" if is_forced else parser if may_call else "none",
             only_one_call=asked.parallel_tool_calls is False,
             with_usage=asked.wants_usage,
             running_usage=asked.wants_running_usage,

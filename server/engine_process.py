@@ -200,7 +200,8 @@ class EngineProcess:
             if self._engine is not None and self._engine.failure is not None:
                 self._fail(self._engine.failure)
             message = f"{type(error).__name__}: {error}"
-            self._refuse(Refused(request_id=name, message=message, status=503))
+            status = 503 if isinstance(error, EngineError) else 500
+            self._refuse(Refused(request_id=name, message=message, status=status))
 
     def _refuse(self, refusal: Refused) -> None:
         self._flush()  # its tokens come before

@@ -171,7 +171,8 @@ class _Line:
 
 
 def _events(chunks: list[Chunk]) -> bytes:
-    return b"".join([b"data: %b\n\n" % to_json(chunk) for chunk in chunks])
+    # Many clients end a line, or cut a character in two, where text beyond ASCII stands as it is.
+    return b"".join([b"data: %b\n\n" % to_json(chunk, ensure_ascii=True) for chunk in chunks])
 
 
 async def _left(receive: Receive) -> None:

@@ -456,4 +456,10 @@ def plain_tools(request: ChatRequest | TokenizeRequest) -> list[dict[str, Any]] 
                 f"tools.{place}.function.name: expected text of at least one character, got "
                 f"{shown(function.get('name'))}.",
             )
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise bad_value(
+                f"tools.{place}.function.parameters",
+                f"tools.{place}.function.parameters: expected an object, got {shown(parameters)}.",
+            )
     return request.tools

@@ -17,14 +17,14 @@ def is_conversation(messages: object) -> bool:
     return True
 
 
-def chat_tokens(tokenizer: Any | None, messages: Messages, **template: Any) -> list[int]:
+def chat_tokens(tokenizer: Any | None, messages: Messages, /, **template: Any) -> list[int]:
     """Return the tokens of a conversation; arguments and errors are those of `chat_text`."""
     text = chat_text(tokenizer, messages, **template)
     assert tokenizer is not None
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def chat_text(tokenizer: Any | None, messages: Messages, **template: Any) -> str:
+def chat_text(tokenizer: Any | None, messages: Messages, /, **template: Any) -> str:
     """Return a conversation as the text that the model goes on with, special tokens included.
 
     Args:

@@ -63,6 +63,14 @@ def test_a_stream_is_the_whole_in_parts(served: Served) -> None:
                     assert told == values
 
 
+def test_a_line_separator_in_an_answer_ends_no_line_of_its_event(served: Served) -> None:
+    prompt = "a\u2028b\u2029c\x85d"
+    body = {"prompt": prompt, "max_tokens": 1, "echo": True, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as response:
+        first, *_ = response.iter_lines()  # which ends lines at these characters
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == prompt
+
+
 def test_a_chat_streams_its_role_once_and_each_end_once(served: Served) -> None:
     body = {"model": "tiny", "messages": HELLO, "max_completion_tokens": 10, "temperature": 0}
     body |= {"logprobs": True, "top_logprobs": 2, "n": 2}
@@ -261,6 +269,11 @@ def test_a_byte_order_mark_is_passed_over(served: Served) -> None:
     headers = {"content-type": "application/json"}
     body = b'\xef\xbb\xbf{"prompt": "x"}'
     assert httpx.post(f"{served.url}/tokenize", content=body, headers=headers).status_code == 200
+
+
+def test_a_template_s_variable_may_have_any_name(served: Served) -> None:
+    body = {"messages": HELLO, "chat_template_kwargs": {"tokenizer": 1, "": 2, "a b": 3}}
+    assert served.post("/tokenize", **body).status_code == 200
 
 
 def test_no_top_log_probabilities_need_no_log_probabilities(served: Served) -> None:
@@ -532,3 +545,6 @@ def test_a_forced_call_of_a_tool_is_one(served: Served) -> None:
         assert told["index"] == 0
     body["tool_choice"] = {"type": "function", "function": {"name": "absent"}}
     assert refused(served.post("/v1/chat/completions", **body), 400)["param"] == "tool_choice"
+    tools[0]["function"]["parameters"] = True
+    param = "tools.0.function.parameters"
+    assert refused(served.post("/v1/chat/completions", **body), 400)["param"] == param
