@@ -644,6 +644,8 @@ def restore_bytes(
         align(formats.default.num_bytes(tensor))
         for tensor in _products(spec, with_head=max_rows > MAX_SMALL_TOKENS)
         if formats[tensor.name].is_restored
+        # Experts with biases are restored as they are read (kernels.ops.experts).
+        and not (tensor.num_experts and spec.architecture.has_expert_biases)
     )
     return max(sizes, default=0)
 

@@ -192,8 +192,8 @@ def _on_gpu(
     else:
         pairs = triton.sort_pairs(slots_Tk, w13.shape[0] // (2 * ffn), x_TD.dtype)
         gate = triton.Gate(is_gelu, clamp)
-        triton.many(x_TD, _plain(w13), pairs, top_k, hidden, bias13, gate)
-        triton.many(hidden, _plain(w2), pairs, top_k, out, bias2)
+        _many(x_TD, w13, pairs, top_k, hidden, bias13, gate)
+        _many(hidden, w2, pairs, top_k, out, bias2)
 
 
 def _few(x: torch.Tensor, weight: ref.Weight, slots_Tk: torch.Tensor, *others: Any) -> None:
@@ -204,6 +204,24 @@ def _few(x: torch.Tensor, weight: ref.Weight, slots_Tk: torch.Tensor, *others: A
         quantised_experts.few(x, weight, slots_Tk, *others)
     else:
         experts.few(x, _plain(weight), slots_Tk, *others)
+
+
+def _many(
+    x: torch.Tensor,
+    weight: ref.Weight,
+    pairs: Any,
+    top_k: int,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: Any = None,
+) -> None:
+    """Multiply many tokens: a weight is restored whole before, but for experts with biases."""
+    from kernels.triton import experts, quantised_experts
+
+    if isinstance(weight, Quantised) and bias is not None:
+        quantised_experts.many(x, weight, pairs, top_k, out, bias, gate)
+    else:
+        experts.many(x, _plain(weight), pairs, top_k, out, bias, gate)
 
 
 def _plain(weight: ref.Weight) -> torch.Tensor:

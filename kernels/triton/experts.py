@@ -375,22 +375,53 @@ def _few_kernel(
 
 
 @triton.jit
+def _slot_of_tile(tile_ends, S, BLOCK_S: tl.constexpr):
+    """Return the slot of a program's tile of pairs, S where there is none, and its tile there."""
+    tile = tl.program_id(1)
+    slots = tl.arange(0, BLOCK_S)
+    ends = tl.load(tile_ends + slots, mask=slots < S, other=2147483647)
+    slot = tl.sum((ends <= tile).to(tl.int32), 0)
+    return slot, tile - tl.max(tl.where(ends <= tile, ends, 0), 0)
+
+
+@triton.jit
+def _pairs_of_tile(order, starts, slot, tile, BLOCK_M: tl.constexpr):
+    """Return the pairs of a tile, and which of its places have one."""
+    numbers = tl.load(starts + slot) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_pair = numbers < tl.load(starts + slot + 1)
+    return tl.load(order + numbers, mask=is_pair, other=0), is_pair
+
+
+@triton.jit
+def _store_tile(
+    acc, up_acc, bias, out, rows, pairs, is_pair, outputs, N, HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of a tile of pairs, [BLOCK_M, BLOCK_N], with the gate where there is one."""
+    if HAS_BIAS:
+        acc += tl.load(bias + rows).to(tl.float32)[None, :]
+        if IS_GATED:
+            up_acc += tl.load(bias + rows + N).to(tl.float32)[None, :]
+    if IS_GATED:
+        # Rounded as the product alone would be.
+        gate = acc.to(out.dtype.element_ty).to(tl.float32)
+        up = up_acc.to(out.dtype.element_ty).to(tl.float32)
+        acc = _activated(gate, up, IS_GELU, LIMIT, ALPHA)
+    at = out + pairs.to(tl.int64)[:, None] * N + outputs[None, :]
+    mask = is_pair[:, None] & (outputs < N)[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _many_kernel(
     x, weight, bias, order, starts, tile_ends, out, N, K, S, stride_x, stride_weight,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(1)
-    slots = tl.arange(0, BLOCK_S)
-    ends = tl.load(tile_ends + slots, mask=slots < S, other=2147483647)
-    slot = tl.sum((ends <= tile).to(tl.int32), 0)
+    slot, tile = _slot_of_tile(tile_ends, S, BLOCK_S)
     if slot < S:
-        first_tile = tl.max(tl.where(ends <= tile, ends, 0), 0)
-        begin = tl.load(starts + slot) + (tile - first_tile) * BLOCK_M
-        numbers = begin + tl.arange(0, BLOCK_M)
-        is_pair = numbers < tl.load(starts + slot + 1)
-        pairs = tl.load(order + numbers, mask=is_pair, other=0)
+        pairs, is_pair = _pairs_of_tile(order, starts, slot, tile, BLOCK_M)
         x_rows = pairs
         if IS_GATED:
             x_rows = pairs // TOP_K
@@ -415,18 +446,10 @@ def _many_kernel(
                 else:
                     weights = tl.load(up_at + first, mask=(inputs < K - first)[None, :], other=0.0)
                 up_acc = tl.dot(values, tl.trans(weights), up_acc, input_precision="ieee")
-        if HAS_BIAS:
-            acc += tl.load(bias + rows).to(tl.float32)[None, :]
-            if IS_GATED:
-                up_acc += tl.load(bias + rows + N).to(tl.float32)[None, :]
-        if IS_GATED:
-            # Rounded as the product alone would be.
-            gate = acc.to(out.dtype.element_ty).to(tl.float32)
-            up = up_acc.to(out.dtype.element_ty).to(tl.float32)
-            acc = _activated(gate, up, IS_GELU, LIMIT, ALPHA)
-        at = out + pairs.to(tl.int64)[:, None] * N + outputs[None, :]
-        mask = is_pair[:, None] & (outputs < N)[None, :]
-        tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+        _store_tile(
+            acc, up_acc, bias, out, rows, pairs, is_pair, outputs, N, HAS_BIAS, IS_GATED, IS_GELU,
+            LIMIT, ALPHA,
+        )  # fmt: skip
 
 
 class Gate(NamedTuple):
@@ -455,6 +478,12 @@ class SortedPairs(NamedTuple):
     starts: torch.Tensor
     tile_ends: torch.Tensor
     block_m: int
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles at most: every slot with pairs has at most one that is not whole."""
+        num_pairs, num_slots = self.order.shape[0], self.tile_ends.shape[0]
+        return num_pairs // self.block_m + min(num_slots, num_pairs)
 
 
 def sort_pairs(slots_Tk: torch.Tensor, num_slots: int, dtype: torch.dtype) -> SortedPairs:
@@ -501,12 +530,9 @@ def many(
         bias: a value for each row of the weight, or None.
         gate: None: rows are no gates and ups.
     """
-    (num_pairs, size_out), size_in = out.shape, x.shape[1]
-    num_slots = pairs.tile_ends.shape[0]
+    size_out, size_in, num_slots = out.shape[1], x.shape[1], pairs.tile_ends.shape[0]
     tile = grouped_tile(pairs.block_m, x.dtype)
-    # Every slot with pairs has at most one tile that is not whole.
-    most = num_pairs // pairs.block_m + min(num_slots, num_pairs)
-    _many_kernel[(triton.cdiv(size_out, tile.block_n), most)](
+    _many_kernel[(triton.cdiv(size_out, tile.block_n), pairs.most_tiles)](
         x,
         weight,
         weight if bias is None else bias,

@@ -1,8 +1,9 @@
-"""Products of few tokens with quantised experts, whose weights are restored as they are read.
+"""Products with quantised experts, whose weights are restored as they are read.
 
-They run where kernels.cuda.experts does not. Only experts that are routed to are read. Shape
-letters and programs are those of kernels.triton.experts; tokens of one expert are taken 16 at a
-time, and its weights restored for each.
+Those of few tokens run where kernels.cuda.experts does not, those of many with experts that have
+biases. Only experts that are routed to are read. Shape letters and programs are those of
+kernels.triton.experts; weights are restored anew for each 16 tokens of few, and for each tile of
+pairs of many.
 """
 
 import torch
@@ -14,10 +15,14 @@ from kernels.triton.dependent import launch_options, release, wait
 from kernels.triton.experts import (
     GROUP,
     Gate,
+    SortedPairs,
     _members,
+    _pairs_of_tile,
     _rows_of,
     _slot_of,
+    _slot_of_tile,
     _store,
+    _store_tile,
     few_grid,
     meaning_of,
 )
@@ -30,6 +35,7 @@ from kernels.triton.quantised import (
     _sizes,
     _upper_bits,
 )
+from kernels.triton.tiles import grouped_tile
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -127,4 +133,110 @@ def few(
         num_warps=4,
         num_stages=3,
         **launch_options(x.device),
+    )
+
+
+@triton.jit
+def _many_kernel(
+    x, values, high, scale, zero, low, subscale, sublow, table, bias, order, starts, tile_ends, out,
+    N, K, S, row_bytes, high_bytes, groups, subgroups, stride_x,
+    KIND: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, SUBGROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_LOW: tl.constexpr, HAS_SUBSCALE: tl.constexpr,
+    HAS_SUBLOW: tl.constexpr, HIGH_BITS: tl.constexpr, HALVES: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_GELU: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = BLOCK_K // HALVES
+    slot, tile = _slot_of_tile(tile_ends, S, BLOCK_S)
+    if slot < S:
+        pairs, is_pair = _pairs_of_tile(order, starts, slot, tile, BLOCK_M)
+        x_rows = pairs
+        if IS_GATED:
+            x_rows = pairs // TOP_K
+        x_at = x + x_rows.to(tl.int64)[:, None] * stride_x
+        outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = slot.to(tl.int64) * (2 * N if IS_GATED else N) + tl.minimum(outputs, N - 1)
+        block = tl.arange(0, BLOCK)
+        places, tiles = _columns(block, HALVES), tl.cdiv(K, 64)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        up_acc = acc
+        for first in range(0, K, BLOCK_K):
+            bytes_ = _bytes_of(values, rows, row_bytes, first, tiles, block, HALVES)
+            up_bytes = bytes_
+            if IS_GATED:
+                up_bytes = _bytes_of(values, rows + N, row_bytes, first, tiles, block, HALVES)
+            for half in tl.static_range(HALVES):
+                inputs = first + half * 8 + places
+                mask = is_pair[:, None] & (inputs < K)[None, :]
+                read = tl.load(x_at + inputs[None, :], mask=mask, other=0.0)
+                upper = _upper_bits(high, rows, high_bytes, first, half, tiles, block, HIGH_BITS)
+                weights = _restored(
+                    bytes_, upper, scale, zero, low, subscale, sublow, table, rows, groups,
+                    subgroups, first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW,
+                    HAS_SUBSCALE, HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
+                ).to(x.dtype.element_ty)  # fmt: skip
+                acc = tl.dot(read, tl.trans(weights), acc, input_precision="ieee")
+                if IS_GATED:
+                    upper = _upper_bits(
+                        high, rows + N, high_bytes, first, half, tiles, block, HIGH_BITS
+                    )
+                    weights = _restored(
+                        up_bytes, upper, scale, zero, low, subscale, sublow, table, rows + N,
+                        groups, subgroups, first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO,
+                        HAS_LOW, HAS_SUBSCALE, HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
+                    ).to(x.dtype.element_ty)  # fmt: skip
+                    up_acc = tl.dot(read, tl.trans(weights), up_acc, input_precision="ieee")
+        _store_tile(
+            acc, up_acc, bias, out, rows, pairs, is_pair, outputs, N, HAS_BIAS, IS_GATED, IS_GELU,
+            LIMIT, ALPHA,
+        )  # fmt: skip
+
+
+def many(
+    x: torch.Tensor,
+    weight: Quantised,
+    pairs: SortedPairs,
+    top_k: int,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: Gate | None = None,
+) -> None:
+    """Launch a product of many tokens.
+
+    Args:
+        x: as that of kernels.triton.experts.many, and so are the others.
+        weight: its columns in their own order.
+        pairs: as there.
+        top_k: as there.
+        out: as there.
+        bias: as there.
+        gate: as there.
+    """
+    assert weight.columns is None
+    size_out, size_in, num_slots = out.shape[1], x.shape[1], pairs.tile_ends.shape[0]
+    tile = grouped_tile(pairs.block_m, x.dtype)
+    _many_kernel[(triton.cdiv(size_out, tile.block_n), pairs.most_tiles)](
+        x,
+        *_arrays(weight),
+        weight.values if bias is None else bias,
+        pairs.order,
+        pairs.starts,
+        pairs.tile_ends,
+        out,
+        size_out,
+        size_in,
+        num_slots,
+        *_sizes(weight),
+        x.stride(0),
+        **_meaning(weight),
+        TOP_K=top_k,
+        BLOCK_S=triton.next_power_of_2(num_slots),
+        BLOCK_M=pairs.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=64,
+        HAS_BIAS=bias is not None,
+        **meaning_of(gate),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
