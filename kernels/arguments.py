@@ -242,7 +242,8 @@ class Quantised:
         group: columns of one scale, zero and low: 16, 32, a multiple of 64, or all K.
         subgroup: likewise of one subscale and sublow.
         values: uint8 [N, bytes], N filled up; 64 bytes a tile and row, or 32 of fewer than 8 bits.
-        scale: [N, ceil(K / group)] float16, bfloat16 or float32; N filled up.
+        scale: [N, ceil(K / group)] float16, bfloat16 or float32, or uint8 s, which means
+            2 ** (s - 127); N filled up.
         offset: what is subtracted from every value where there is no zero; less than values can be.
         high: uint8 [N, bytes], N filled up: of uint5 and uint6 the bits above the low four, 8 * b
             bytes a tile and row; else None.

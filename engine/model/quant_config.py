@@ -248,10 +248,10 @@ def _read_bitsandbytes(found: Mapping[str, Any], dtype: str) -> Quantisation:
 
 
 def _read_mxfp4(found: Mapping[str, Any], dtype: str) -> Quantisation:
-    """Read what gpt-oss has: experts alone. A scale, a power of two, is exact in bfloat16."""
+    """Read what gpt-oss has: experts alone, with exponents as scales."""
     del dtype
     _names(found, "modules_to_not_convert")
-    scheme = Scheme(MXFP4, 4, 32, "bfloat16", symmetric=True)
+    scheme = Scheme(MXFP4, 4, 32, "uint8", symmetric=True)
     return Quantisation(MXFP4, (((r"re:.*\.experts\.",), scheme),))
 
 

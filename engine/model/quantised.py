@@ -178,14 +178,13 @@ class Grouped(UnpackedFormat):
         if arrays.kind == "float8_e4m3fn":
             yield from (("values", "float8"), ("scale", 1.0))
             return
-        spread = 2.56 if self.scheme.layout == MXFP4 else 0.6  # 2.93 in the mean of all values
-        scale = _STD / _SPREAD.get(arrays.kind, spread)
+        scale = _STD / _SPREAD.get(arrays.kind, 0.6)
         middle = (
             (2 ** int(arrays.kind.removeprefix("uint")) - 1) / 2 if "uint" in arrays.kind else 0
         )
         part = _DUMMY_PART if "subscale" in arrays.has else 1
         values: dict[str, float | str] = {
-            "scale": scale / part,
+            "scale": 120 if self.scheme.layout == MXFP4 else scale / part,  # 120: 2 ** -7
             "zero": math.ceil(middle),
             "low": scale * middle / (_DUMMY_PART if "sublow" in arrays.has else 1),
             "subscale": _DUMMY_PART,
@@ -657,7 +656,8 @@ class _Rule:
 
 def _check(scheme: Scheme) -> None:
     """Raise ConfigError for a scheme that nothing reads."""
-    if scheme.bits not in BITS.get(scheme.layout, ()) or scheme.scale_dtype not in FORMATS:
+    dtypes = ("uint8",) if scheme.layout == MXFP4 else tuple(FORMATS)
+    if scheme.bits not in BITS.get(scheme.layout, ()) or scheme.scale_dtype not in dtypes:
         raise ConfigError(
             f"model.spec.quantization: expected a layout among {', '.join(LAYOUTS)} with bits and "
             f"scale_dtype that it has, got layout={scheme.layout}, bits={scheme.bits}, "

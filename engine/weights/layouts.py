@@ -250,13 +250,10 @@ def _unrotated(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _mxfp4(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
     rows = _unrotated(stored["blocks"], source.heads)
-    exponents = _unrotated(stored["scales"], source.heads)
     values = torch.stack([rows & 15, rows >> 4], -1).flatten(1)
     return {
         "values": values,
-        "scale": torch.ldexp(
-            torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127
-        ),
+        "scale": _unrotated(stored["scales"], source.heads),
         "table": torch.tensor(TABLES[MXFP4]),
     }
 

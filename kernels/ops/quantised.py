@@ -207,7 +207,7 @@ def kernels_of(
         has_experts: as there.
         stored: how the matrix is kept; None: in several ways, whose kernels are not known here.
     """
-    if device.type != "cuda" or stored is None:
+    if device.type != "cuda" or stored is None or stored.scale_dtype == torch.uint8:
         return set()
     from kernels.cuda import experts, products
     from kernels.cuda import restore as cuda
@@ -257,7 +257,7 @@ def _restored(weight: Quantised) -> torch.Tensor:
 
 def _fills_tiles(weight: Quantised, *, is_gated: bool = False) -> bool:
     """Tell whether a matrix on a GPU takes the kernels that it shares with plain weights."""
-    if weight.dtype == torch.float32:
+    if weight.dtype == torch.float32 or weight.scale.dtype == torch.uint8:
         return False
     from kernels.cuda import products
 

@@ -115,6 +115,8 @@ def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
         elif weight.offset:
             found -= weight.offset
     scale = spread(weight.scale, weight.group)
+    if weight.scale.dtype == torch.uint8:
+        scale = torch.ldexp(torch.ones_like(scale), scale.int() - 127)
     if weight.subscale is not None:
         scale = scale * spread(weight.subscale, weight.subgroup)
     found *= scale

@@ -128,6 +128,11 @@ def _restored(
         else:
             weights -= OFFSET
     scales = _of_groups(scale, rows, groups, first, half, GROUP, BLOCK, BLOCK_N, HALVES)
+    if scale.dtype.element_ty == tl.uint8:
+        # The exponent of a float32; of 0, the bits of 2 ** -127.
+        exponents = scales.to(tl.int32)
+        bits = tl.where(exponents == 0, 1 << 22, exponents << 23)
+        scales = bits.to(tl.float32, bitcast=True)
     if HAS_SUBSCALE:
         scales *= _of_groups(
             subscale, rows, subgroups, first, half, SUBGROUP, BLOCK, BLOCK_N, HALVES

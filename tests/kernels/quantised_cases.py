@@ -71,6 +71,7 @@ def make(
         "columns": torch.randperm(num_columns, generator=rng, device=rng.device).int(),
         "table": NF4.to(rng.device) if case.kind == "table4" else None,
     }
+    is_exponent = case.scale_dtype == torch.uint8
     optional = {"zero", "low", "subscale", "sublow", "columns"} - set(case.has)
     return Quantised(
         kind=case.kind,
@@ -80,7 +81,9 @@ def make(
         group=group,
         subgroup=subgroup,
         values=values,
-        scale=(scale * 0.05 / size).to(case.scale_dtype),
+        scale=draw(5, groups, byte) + 118
+        if is_exponent
+        else (scale * 0.05 / size).to(case.scale_dtype),
         offset=case.offset,
         **{name: None if name in optional else each for name, each in others.items()},
     )
