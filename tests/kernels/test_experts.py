@@ -124,14 +124,14 @@ def test_products_in_bfloat16(device, rng, num_tokens, is_gelu):
     torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("total", [7, slow(20), 80])
+@pytest.mark.parametrize("total", [5, slow(20), 80])
 def test_a_row_depends_on_no_other_and_on_no_place(device, rng, total):
     """Not on the batch (up to 64 tokens, or more), the order of experts, or their slots."""
     x = torch.randn((total, 64), generator=rng, device=device).bfloat16()
     w13, w2 = weights_of(6, 64, 32, torch.bfloat16, rng)
-    slots = slots_of("one", total, 3, 6, rng)
+    slots = slots_of("one", total, 2, 6, rng)
     whole = kernel_products(x, w13, w2, slots)
-    for size in {7: (1, 5), 20: (1, 16), 80: (65,)}[total]:
+    for size in {5: (1, 3), 20: (1, 16), 80: (65,)}[total]:
         part = kernel_products(x[:size].clone(), w13, w2, slots[:size].contiguous())
         assert torch.equal(part, whole[:size])
     turned = kernel_products(x, w13, w2, slots.flip(1).contiguous())

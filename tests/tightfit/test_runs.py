@@ -13,6 +13,7 @@ from tightfit.__main__ import main
 from tightfit.completion import SCRIPTS, candidates
 from tightfit.runs import find_run, has_display
 
+OFFLOADS = ["auto", "experts", "experts_in_place", "experts_prefetch", "none", "prefetch", "uva"]
 OLD, NEW = "20260101-101010-aaaaaa", "20260202-101010-bbbbbb"
 
 
@@ -139,7 +140,7 @@ def test_an_end_from_outside_is_one_json_document_too(
         ("tightfit help sw", ["sweep"]),
         (
             "tightfit run offload=",
-            [f"offload={x}" for x in ("auto", "experts", "none", "prefetch", "uva")],
+            [f"offload={x}" for x in OFFLOADS],
         ),
         ("tightfit plan model=olmo7b engine.max_num_s", ["engine.max_num_seqs="]),
         ("tightfit version x", []),
@@ -156,7 +157,7 @@ def test_shells_get_a_script_and_bash_what_stands_behind_the_sign(
         assert main(["completion", shell]) == 0
         assert "tightfit completion --line" in capsys.readouterr().out
     assert main(["completion", "--line", "tightfit run offload=", "bash"]) == 0
-    assert capsys.readouterr().out.split() == ["auto", "experts", "none", "prefetch", "uva"]
+    assert capsys.readouterr().out.split() == OFFLOADS
     assert main(["completion", "--line", "tightfit run offload=u", "fish"]) == 0
     assert capsys.readouterr().out.split() == ["offload=uva"]
 

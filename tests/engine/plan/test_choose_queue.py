@@ -6,7 +6,7 @@ import pytest
 
 from engine.model.spec import ModelSpec
 from engine.plan.choose import GAIN, NOTHING
-from engine.plan.memory import MemoryPlan
+from engine.plan.memory import DeviceFacts, MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
 from engine.plan.queue import QUEUE_REQUESTS
 from tests.engine.plan.test_choose import ask, choose, conf_spec
@@ -51,7 +51,7 @@ def test_where_kv_has_room_nothing_is_moved_for_little(memory_gib: float) -> Non
 def test_what_is_moved_is_worth_it(name: str) -> None:
     spec, moved = conf_spec(name), 0
     weights_gib = spec.weight_bytes() / 2**30
-    for share in (1.15, 1.25, 1.4, 2.0):
+    for share in (1.15, 1.4, 2.0):
         gib = weights_gib * share + 2
         config = ask(spec, gib, objective="throughput", **QUEUE)
         plan, without = plan_memory(config, spec, H200), resident(spec, gib)
@@ -60,7 +60,7 @@ def test_what_is_moved_is_worth_it(name: str) -> None:
         moved += 1
         assert queue_s(plan) * GAIN <= queue_s(without)
         assert plan.kv_tokens > without.kv_tokens
-    assert moved < 4  # with twice the weights' memory there is nothing to gain
+    assert moved < 3  # with twice the weights' memory there is nothing to gain
 
 
 def test_the_referee_is_given_what_moves_nothing_too() -> None:
@@ -73,12 +73,14 @@ def test_the_referee_is_given_what_moves_nothing_too() -> None:
     assert len(plan_candidates(ask(spec, 17.6, **QUEUE), spec, H200, 2)) == 1
 
 
-def test_machines_that_cannot_pin_or_read_in_place() -> None:
+@pytest.mark.parametrize(
+    "facts", [replace(H200, **NO_UVA), slow(replace(H200, **NO_PIN)), slow(CPU)], ids=range(3)
+)
+def test_machines_that_cannot_pin_or_read_in_place(facts: DeviceFacts) -> None:
     spec = conf_spec("mistral_7b")
-    for facts in (replace(H200, **NO_UVA), replace(H200, **NO_PIN), CPU):
-        plan = choose(spec, 17, facts, objective="throughput", dtype="bfloat16", **QUEUE)
-        rows = (plan.choice or {})["candidates"]
-        assert rows[0]["kv_tokens"] == plan.kv_tokens
+    plan = choose(spec, 17, facts, objective="throughput", dtype="bfloat16", **QUEUE)
+    rows = (plan.choice or {})["candidates"]
+    assert rows[0]["kv_tokens"] == plan.kv_tokens
 
 
 def test_what_moves_nothing_is_counted_as_its_plan() -> None:

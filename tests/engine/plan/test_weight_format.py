@@ -420,6 +420,7 @@ def test_a_card_that_lacks_a_little_packs_some_layers() -> None:
     assert set(left) | set(plan.formats.others) == set(lossless.formats.others)
 
 
+@pytest.mark.slow
 def test_what_leaves_the_gpu_is_in_codes_where_what_stays_is_plain() -> None:
     """More room is asked for than plain weights leave; the copies are hidden behind long steps."""
     plan = on_card("rtx4090_24gb", replace(QUEUE, kv_tokens=17_000), **MANY)

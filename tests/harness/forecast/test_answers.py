@@ -181,6 +181,7 @@ def test_a_length_that_is_not_set_is_cut_to_what_fits_and_its_price_is_said(
     assert "for 20,032 of the model's 131,072 tokens" in said(asked)
 
 
+@pytest.mark.slow
 def test_an_offload_that_is_chosen_beside_fields_has_its_own_label(composer: Composer) -> None:
     words = ("offload=auto", "planner.auto_fields=[max_num_seqs]", "engine.max_model_len=2048")
     found = found_of(composer, *OLMO, *words)
