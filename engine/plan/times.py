@@ -297,10 +297,13 @@ def copied_keys(keys: Keys, rates: Rates) -> Iterator[FarKeys]:
 def copied_run_bytes(plan: MemoryPlan, rates: Rates) -> int | None:
     """Return the bytes of a run of host blocks whose copy takes as long as reading it in place.
 
-    None: no copy is sooner, or no stage buffer holds a split of keys.
+    None: no copy is sooner, no stage buffer holds a split of keys, or the layers have a window,
+    with which keys are not attended to part by part.
     """
     gain_s, first = 1e-9 / rates.in_place_gb_s - 1e-9 / rates.rows_gb_s, plan.kv.groups[0]
     if rates.is_cpu or gain_s <= 0 or not first.num_in_place or plan.host_kv is None:
+        return None
+    if first.window is not None:
         return None
     is_split_held = plan.host_kv.stage_blocks * plan.block_size >= DECODE_SPLIT_TOKENS
     if first.layer_bytes < LEAST_ROW_BYTES or not is_split_held:

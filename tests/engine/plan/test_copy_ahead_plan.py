@@ -77,6 +77,18 @@ def test_short_rows_are_read_in_place() -> None:
     assert copy_ahead(shape_of(replace(plan, kv=kv), llama()), CARD) is None
 
 
+def test_layers_with_a_window_read_in_place() -> None:
+    """Parts of keys are attended to one by one only where all keys are seen."""
+    spec = replace(llama(), sliding_window=65536)
+    asked = configuration(
+        spec, memory_gib=19.5, kv={"cpu_gib": 16}, max_model_len=131072, max_num_batched_tokens=4096
+    )
+    probe = {"in_place_gb_s": 50.9, "rows_gb_s": 55.0, "h2d_gb_s": 55.1}
+    plan = plan_memory(replace(asked, measured_rates={**probe}), spec, H200)
+    assert (plan.kv.groups[0].window, plan.kv.groups[0].in_place) == (65536, True)
+    assert host_kv(plan).copy_ahead is None
+
+
 def test_steps_without_graphs_make_up_for_the_launches_of_pieces_alone(plan: MemoryPlan) -> None:
     shape = shape_of(replace(plan, use_graphs=False), llama())
     found, graphed = copy_ahead(shape, CARD), copy_ahead(shape_of(plan, llama()), CARD)
