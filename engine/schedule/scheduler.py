@@ -409,15 +409,18 @@ class Scheduler:
         return decodes, prefills
 
     def _next(self) -> Iterator[Sequence]:
-        """Yield who may begin next: the front of the queue, then the first short one behind it.
+        """Yield who may begin next: the front of the queue, and the first short one behind it.
 
-        The latter where the front is long and others like it run: it waits for those anyway.
+        The latter where the front is long and others like it run: it waits for those anyway. It
+        comes first where a place is left for the front, which could take GPU blocks with a prefix.
         """
         first, is_long = self.waiting[0], self.groups.is_long
-        yield first
+        short: list[Sequence] = []
         if is_long(first) and any(map(is_long, self.running)):
             mine = (s for s in self.waiting if s.priority == first.priority and not is_long(s))
-            yield from islice(mine, 1)
+            short = list(islice(mine, 1))
+        has_two_places = len(self.running) + 1 < self.config.max_num_seqs
+        yield from (*short, first) if has_two_places else (first, *short)
 
     def _begin(self, sequence: Sequence, outlook: Outlook, *, is_busy: bool) -> bool:
         """Give a sequence that waits its blocks, if it may begin; return whether it does."""

@@ -171,8 +171,8 @@ class Sharing:
                 break
             count, left = count + need, left - 1
         for sequence in running:
-            if sequence.num_tokens <= limit:
-                count += groups.num_lacking(sequence, sequence.num_tokens + more)
+            if sequence.num_tokens <= limit:  # two steps may be planned before the next question
+                count += groups.num_lacking(sequence, sequence.num_tokens + more + 2)
         return count
 
     def _num_lacking(self, waiting: Collection[Sequence], running: Collection[Sequence]) -> int:

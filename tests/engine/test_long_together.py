@@ -9,9 +9,9 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.plan import long as long_rates
 from tests.engine.conftest import TinyModels
-from tests.engine.tiers import SIZES, TOGETHER, TURNS, Alone, check_empty, tiers
+from tests.engine.tiers import ALWAYS, SIZES, TOGETHER, TURNS, Alone, check_empty, tiers
 from tests.slow import slow
-from tests.tiny import greedy, make_prompt, open_llm
+from tests.tiny import make_prompt, open_llm
 
 LONGS = [make_prompt(length, seed=20 + length) for length in (170, 260, 330)]
 SHORTS = [make_prompt(3 + 9 * at, seed=at) for at in range(5)]
@@ -164,41 +164,91 @@ def test_answers_that_share_a_long_prompt(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("seed", "rates"), [(1, TURNS), slow(2, TOGETHER), slow(3, None)])
-def test_aborts_in_the_middle_of_turns(
-    tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch, seed: int, rates: Any
+WEIGHTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("llama", {}),
+    ("llama", {"offload_group_size": 1, "offload_prefetch_step": 2}),
+    ("olmo2", {"cpu_offload_gb": 1, "uva_stage_tokens": 20}),
+    ("llama", {"quantize": "int8"}),
+    ("llama", {"quantize": "int4", "cpu_offload_gb": 1}),
+    ("gemma3", {}),
+    ("mistral_window", {"offload_group_size": 2}),
+    ("qwen3_moe", {"offload_backend": "experts", "expert_slots": 3}),
+    ("qwen3_moe", {"cpu_offload_gb": 1}),
+)
+STEM = make_prompt(200, seed=50)
+
+
+def mixed_prompts(rng: random.Random) -> list[list[int]]:
+    """Lengths from one token to three times the room, some with a common beginning."""
+    found = []
+    for at in range(7):
+        length = rng.choice((1, 7, 20, 60, 110, 150, 200, 280, 350))
+        stem = STEM[: rng.choice((0, 0, 40, 199))]
+        found.append([*stem, *make_prompt(length, seed=100 * at + length)][:length])
+    return found
+
+
+@pytest.mark.parametrize("seed", [1, 5, *map(slow, range(6, 66))])
+def test_any_mix_of_lengths_and_arrivals(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Arrivals and aborts at random, with both tiers full at times: tokens are a beginning."""
-    folder = tiny.folder("llama", **SIZES)
-    prompts = [*LONGS, *SHORTS]
-    expected = alone(folder, prompts, TOKENS)
-    tiers(monkeypatch, 18, pinned=90, pageable=20, read_rates=rates)
-    llm = open_tiers(folder)
-    rng, found, asked = random.Random(seed), dict[str, list[int]](), dict[str, int]()
-    aborted = ended = 0
-    for number in range(130):
-        if number < 90 and len(asked) < 9 and rng.random() < 0.5:
-            name, prompt = str(number), rng.randrange(len(prompts))
-            params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-            llm.add_request(prompts[prompt], params, name)
-            asked[name], found[name] = prompt, []
-        if asked and rng.random() < 0.08:
-            name = rng.choice(sorted(asked))
-            llm.abort(name)
-            del asked[name]
-            aborted += 1
-        for event in llm.step():
-            if event.request_id not in asked:
-                continue
-            tokens = found[event.request_id]
+    """Arrivals and aborts at random, tiers that are full at times: tokens are those of each alone.
+
+    Weights are anywhere, rounded or in experts; layers have windows; answers share a prompt.
+    """
+    rng = random.Random(seed)
+    family, weights = WEIGHTS[seed % len(WEIGHTS)]
+    folder = tiny.folder(family, **SIZES)
+    prompts = mixed_prompts(rng)
+    plain = {name: weights[name] for name in weights if name == "quantize"}
+    expected = Alone()(folder, prompts, TOKENS, **plain)
+    tiers(
+        monkeypatch,
+        rng.choice((16, 18, 24)),
+        pinned=rng.choice((60, 90, 160)),
+        pageable=rng.choice((0, 0, 20)),
+        num_window=80,
+        prefix_caching=rng.random() < 0.7,
+        read_rates=rng.choice((None, TURNS, TURNS, TOGETHER)),
+        copy_ahead=rng.choice((None, ALWAYS)) if family != "mistral_window" else None,
+    )
+    budget, seqs = rng.choice((24, 48, 96)), rng.choice((4, 8, 12))
+    llm = open_tiers(folder, max_num_batched_tokens=budget, max_num_seqs=seqs, **weights)
+    assert llm._engine is not None
+    llm._engine.core.overlap = rng.random() < 0.8
+    found, asked = dict[tuple[str, int], list[int]](), dict[str, int]()
+    for number in range(120):
+        if number < 80 and len(asked) < 9 and rng.random() < 0.5:
+            name, asked_n = str(number), rng.choice((1, 1, 1, 2))
+            params = SamplingParams(
+                n=asked_n, temperature=0, max_tokens=rng.randrange(1, TOKENS + 1), ignore_eos=True
+            )
+            asked[name] = rng.randrange(len(prompts))
+            llm.add_request(prompts[asked[name]], params, name)
+        if asked and rng.random() < 0.06:
+            llm.abort(asked.popitem()[0])
+        if rng.random() < 0.02:
+            llm.evict_gpu_cache()
+        check_step(llm, asked, found, expected)
+    steps = 0
+    while llm.has_unfinished():
+        check_step(llm, asked, found, expected)
+        steps += 1
+        assert steps < 3000, "no progress"
+    assert sum(map(len, found.values())) > 40
+    check_empty(llm)
+    llm.close()
+
+
+def check_step(
+    llm: LLM,
+    asked: dict[str, int],
+    found: dict[tuple[str, int], list[int]],
+    expected: list[list[int]],
+) -> None:
+    """Run a step; the tokens of each are a beginning of what it has alone."""
+    for event in llm.step():
+        if event.request_id in asked:
+            tokens = found.setdefault((event.request_id, event.index), [])
             tokens.append(event.token_id)
             assert tokens == expected[asked[event.request_id]][: len(tokens)]
-            if event.finish_reason is not None:
-                del asked[event.request_id]
-                ended += 1
-    assert min(aborted, ended) > 3
-    for name in asked:
-        llm.abort(name)
-    check_empty(llm)
-    assert greedy(llm, [LONGS[2]], 4) == [expected[2][:4]]
-    llm.close()

@@ -4,12 +4,15 @@ The clock is that of steps. Rates make a step of 1 s, to which each host block t
 `READ_S`.
 """
 
+import random
+
 import pytest
 
 from engine.asked.request import SequenceStatus
 from engine.plan import long as long_rates
 from engine.plan.sizes import ReadRates, SwapRates
 from tests.engine.tiers_world import Tiers, World
+from tests.slow import slow
 
 ROOM = 20
 """Blocks of 4 tokens on the GPU."""
@@ -291,4 +294,68 @@ def test_without_blocks_in_place_nothing_is_long():
     sequence = world.add(length=79, max_tokens=1)
     assert not world.groups.is_long(sequence)
     run(world)
+    world.end()
+
+
+class Clocks:
+    """Steps from the arrival of short requests to their first tokens, and between tokens of all."""
+
+    def __init__(self, world):
+        self.world, self.arrived, self.last, self.most_long = world, {}, {}, 0
+        self.steps = self.most_first = self.most_short = 0
+
+    def step(self):
+        running = [s for s in self.world.sequences if not s.is_finished]
+        before = {s.seq_id: s.num_output_tokens for s in running}
+        self.world.complete(self.world.moves())
+        self.steps += self.world.step()  # else all wait for moves, which no step is
+        self.world.check()
+        for sequence in running:
+            key, is_long = sequence.seq_id, self.world.groups.is_long(sequence)
+            if sequence.num_output_tokens == before[key]:
+                continue
+            if key in self.last:
+                gap = self.steps - self.last[key]
+                self.most_short = max(self.most_short, 0 if is_long else gap)
+                self.most_long = max(self.most_long, gap if is_long else 0)
+            elif key in self.arrived:
+                self.most_first = max(self.most_first, self.steps - self.arrived[key])
+            self.last[key] = self.steps
+
+    def add_short(self, **spec):
+        sequence = self.world.add(**spec)
+        self.arrived[sequence.seq_id] = self.steps
+        return sequence
+
+
+@pytest.mark.parametrize("seed", [0, 6, *map(slow, range(10, 150))])
+def test_nobody_starves_in_any_mix(monkeypatch, seed):
+    """Long and short ones come and go at random, with room for all of them on both tiers."""
+    turn, skipped = 8, 3
+    monkeypatch.setattr(long_rates, "LEAST_TURN", 2)
+    monkeypatch.setattr(long_rates, "MOST_TURN", turn)
+    monkeypatch.setattr(long_rates, "MOST_SKIPPED", skipped)
+    rng = random.Random(seed)
+    rates = rng.choice((TURNS, TURNS, TOGETHER, ReadRates(step_s=1e-6, read_bytes_s=1.0)))
+    caching = rng.random() < 0.7
+    world = world_of(num_in_place=800, read_rates=rates, prefix_caching=caching, seqs=12)
+    clocks, num_long, running = Clocks(world), rng.choice((1, 2, 4)), []
+    for _ in range(400):
+        running = [s for s in running if not s.is_finished]
+        longs = [s for s in running if s.request.params.max_tokens > 30]
+        if len(longs) < num_long and rng.random() < 0.3:
+            spec = {"stem": 0, "own": 9} if rng.random() < 0.5 else {}
+            running.append(long(world, rng.uniform(1.5, 3.5), max_tokens=31, **spec))
+        elif len(running) - len(longs) < 3 and rng.random() < 0.3:
+            running.append(
+                clocks.add_short(length=rng.randrange(1, 9), max_tokens=rng.randrange(1, 9))
+            )
+        if running and rng.random() < 0.05:
+            world.scheduler.abort(running.pop(rng.randrange(len(running))).request.request_id)
+        clocks.step()
+    run(world)
+    assert clocks.most_first <= 2
+    # A step with none of them beside moves of blocks.
+    assert clocks.most_short <= 2
+    assert clocks.most_long <= max(1, num_long - 1) * (turn * (skipped + 1) + 3) + skipped + 4
     world.end()
