@@ -145,6 +145,9 @@ def _refuse(name: str, value: object, every: list[str]) -> None:
     """Raise ConfigError for a name that is no keyword, unless its value changes nothing here."""
     if name not in NOT_SUPPORTED:
         hint = did_you_mean(name, every) or f" Known: {', '.join(every)}."
+        if name == "offload":  # what a configuration and a command line call it
+            word = "choose=True" if value == "auto" else f"offload_backend={value!r}"
+            hint = f" Did you mean {word}?"
         raise ConfigError(f"LLM: unknown keyword {name!r}.{hint}")
     inert, why = NOT_SUPPORTED[name]
     if not any(value is each or (each is not None and value == each) for each in inert):

@@ -1,6 +1,7 @@
 """Every run of a home as one page: a row each, newest first, with a filter; no report is drawn."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from urllib.parse import quote
 
 from reports import facts
 from reports.pages.page import Kind, Page, Section, Table
-from reports.pages.verdict import state, status_kind
+from reports.pages.verdict import noted_state, state, status_kind
 from reports.pages.write import INDEX_NAME, REPORT_NAME, SWEEP_NAME, render
 from reports.record.folders import Point, each_point
 from reports.record.metrics import METRICS, Metric, Metrics, metric_number, shared
@@ -37,6 +38,8 @@ class _Sweep:
     num_ok: int = 0
     first: str = ""
     models: set[str] = field(default_factory=set)
+    keys: dict[str, None] = field(default_factory=dict)
+    """What its points are named by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,10 @@ class RunRow:
     cells: tuple[str, ...]
     """Name, start, model, offload, budget, card, status, and the metrics of COLUMNS."""
     kind: Kind
+    run_id: str
+    """Empty where there is no record."""
+    state: str
+    """The status, and whether figures are valid; empty where there is no record."""
     started: str
     """ISO 8601; empty where there is no record."""
     is_read: bool
@@ -76,19 +83,25 @@ def write_index(home: Path) -> Path:
 
 
 def index_page(home: Path) -> Page:
-    """Return the page of every run below HOME/runs, newest first."""
+    """Return the page of every run below HOME/runs, newest first.
+
+    A run that later sweeps took over has one row, of the folder where it was measured.
+    """
     runs = home / RUNS
-    found, sweeps = [], dict[Path, _Sweep]()
+    rows, sweeps = dict[str, tuple[Path, RunRow]](), dict[Path, _Sweep]()
     for point in each_point(runs):
         row = run_row(point)
         parent = point.folder.parent
         if parent != runs:
             _count(sweeps.setdefault(parent, _Sweep()), point)
-        name = "" if parent == runs else parent.relative_to(runs).as_posix()
-        address = _address(point.folder, home)
-        found.append((row.started, (*row.cells, name), row.kind, address))
-    found.sort(key=lambda item: item[0], reverse=True)
-    counts = Counter(line[len(_BEFORE) - 1] for _, line, _, _ in found)
+        key = row.run_id or str(point.folder)
+        if key not in rows or point.folder < rows[key][0]:
+            rows[key] = (point.folder, row)
+    found = []
+    for folder, row in sorted(rows.values(), key=lambda item: item[1].started, reverse=True):
+        name = "" if folder.parent == runs else folder.parent.relative_to(runs).as_posix()
+        found.append((row.started, (*row.cells, name), row.kind, _address(folder, home)))
+    counts = Counter(row.state or row.cells[len(_BEFORE) - 1] for _, row in rows.values())
     sections = [_sweeps_section(sweeps, home, runs)] if sweeps else []
     if found:
         sections.append(_runs_section(found))
@@ -118,10 +131,11 @@ def _runs_section(found: list[tuple[str, tuple[str, ...], Kind, str]]) -> Sectio
 def _sweeps_section(sweeps: Mapping[Path, _Sweep], home: Path, runs: Path) -> Section:
     order = sorted(sweeps.items(), key=lambda item: item[1].first, reverse=True)
     table = Table(
-        columns=("sweep", "started", "model", "runs", "ok"),
+        columns=("sweep", "of", "first run", "model", "runs", "ok"),
         rows=[
             (
                 folder.relative_to(runs).as_posix(),
+                " x ".join(one.keys),
                 _moment(one.first),
                 ", ".join(sorted(one.models)),
                 str(one.num_runs),
@@ -129,7 +143,7 @@ def _sweeps_section(sweeps: Mapping[Path, _Sweep], home: Path, runs: Path) -> Se
             )
             for folder, one in order
         ],
-        numeric=frozenset({3, 4}),
+        numeric=frozenset({4, 5}),
         links={place: _sweep_address(folder, home) for place, (folder, _) in enumerate(order)},
     )
     return Section(title="Sweeps", tables=(table,))
@@ -142,7 +156,7 @@ def run_row(point: Point) -> RunRow:
         problem = (point.problem or "").removeprefix(f"{point.folder / RESULT_NAME}: ")
         values = [ABSENT] * len(COLUMNS)
         cells = (point.folder.name, *[""] * 5, shorten(problem, 80), *values)
-        return RunRow(cells=cells, kind="bad", started="", is_read=False)
+        return RunRow(cells=cells, kind="bad", run_id="", state="", started="", is_read=False)
     asked_gib = facts.dig_number(record.config, "gpu.memory_gib")
     planned = facts.dig_number(record.plan, "gpu.budget_bytes")
     budget_gib = planned / GIB if asked_gib is None and planned is not None else asked_gib
@@ -153,12 +167,14 @@ def run_row(point: Point) -> RunRow:
         _how(record),
         number(budget_gib),
         "CPU emulation" if facts.is_emulated(record) else facts.gpu_name(record) or "",
-        state(record),
+        noted_state(record),
     )
     values = [_value(metrics, record.metrics) for metrics in COLUMNS]
     return RunRow(
         cells=(*before, *values),
         kind=status_kind(record),
+        run_id=record.run_id,
+        state=state(record),
         started=record.started_at or "",
         is_read=True,
     )
@@ -185,6 +201,7 @@ def _count(sweep: _Sweep, point: Point) -> None:
     if point.record is None:
         return
     sweep.num_ok += point.record.status == "ok"
+    sweep.keys |= dict.fromkeys(re.findall(r"(?:^|,)([\w.]+)=", point.record.name))
     sweep.models |= {name for name in [facts.model_name(point.record)] if name}
     started = point.record.started_at or ""
     sweep.first = min(filter(None, (sweep.first, started)), default="")

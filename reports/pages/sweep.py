@@ -29,7 +29,7 @@ from reports.pages.page import (
     csv_text,
     definitions,
 )
-from reports.pages.verdict import error_line, judged, reasons, state, status_kind
+from reports.pages.verdict import error_line, judged, noted_state, reasons, status_kind
 from reports.record.judging import best_of, gain
 from reports.record.metrics import Metric, found, metric_number, metric_text
 from reports.record.record import MEASURED, RunRecord
@@ -124,7 +124,7 @@ def _points_table(
     for index, row in enumerate(rows):
         texts = [metric_number(metric.name, row.metrics.get(metric.name)) for metric in metrics]
         record = row.record if isinstance(row, Run) else None
-        cells.append((row.whole_title, state(record) if record else row.status, *texts))
+        cells.append((row.whole_title, noted_state(record) if record else row.status, *texts))
         kinds[index] = status_kind(record) if record else "bad"
     return Table(
         columns=("point", "status", *(metric.heading for metric in metrics)),

@@ -132,6 +132,12 @@ def state(record: RunRecord) -> str:
     return f"{record.status}, {validity(judged(record))}" if has_figures else record.status
 
 
+def noted_state(record: RunRecord) -> str:
+    """Return the same with the number of warnings, which mark its row."""
+    count = num_warnings(record) if record.status == "ok" else 0
+    return f"{state(record)}, {count} warning{'s'[: count != 1]}" if count else state(record)
+
+
 def error_line(record: RunRecord) -> str:
     """Return the first line of the error, empty where there is none."""
     if record.error is None:

@@ -28,15 +28,22 @@ def home(tmp_path_factory):
     """Two runs, a sweep of two points, a run that has not ended and one that is broken."""
     home = tmp_path_factory.mktemp("a home [x]")
     runs = home / "runs"
-    write_run(light_record(name="early", started_at="2026-11-27T08:00:00+00:00"), runs / "1 [a]")
+    early = light_record(name="early", run_id="a", started_at="2026-11-27T08:00:00+00:00")
+    write_run(early, runs / "1 [a]")
     (runs / "1 [a]" / "report.html").touch()
-    late = light_record(name=EVIL, started_at="2026-11-28T09:30:00+00:00", config=config())
+    late = light_record(
+        name=EVIL, run_id="b", started_at="2026-11-28T09:30:00+00:00", config=config()
+    )
     late.config["system"] = {"kind": "accelerate"}
     late.valid = False
     write_run(late, runs / "2")
     write_run(light_record(name="offload=uva"), runs / "sweep" / "0")
     write_run(no_fit_record(name="offload=none"), runs / "sweep" / "1")
     (runs / "sweep" / "sweep.html").touch()
+    write_run(light_record(name="offload=uva"), runs / "sweep2" / "0")  # taken over
+    noted = light_record(name="noted", run_id="c", started_at="2026-11-27T07:00:00+00:00")
+    noted.effective["warnings"] = ["something"]
+    write_run(noted, runs / "5")
     (runs / "3").mkdir()
     (runs / "3" / "state.json").write_text("{}")
     (runs / "4").mkdir()
@@ -53,7 +60,8 @@ def run_rows(home):
 def test_every_run_has_a_row_newest_first(home):
     rows = run_rows(home)
     assert list(rows)[:2] == [EVIL, "offload=uva"]
-    assert set(rows) == {EVIL, "offload=uva", "offload=none", "early", "3", "4"}
+    assert set(rows) == {EVIL, "offload=uva", "offload=none", "early", "noted", "3", "4"}
+    assert rows["noted"][6] == "ok, valid, 1 warning"
     assert rows["offload=uva"][1:] == [
         *("2026-11-27 10:15", "olmo7b", "uva", "16.0", "NVIDIA H200", "ok, valid"),
         *("402.7", "156.8", "223.7", "12.9", "sweep"),
@@ -63,6 +71,17 @@ def test_every_run_has_a_row_newest_first(home):
     assert rows["offload=none"][6:8] == ["no_fit", "n/a"]
     assert "no result.json: the run has" in rows["3"][6]
     assert "not valid JSON" in rows["4"][6]
+
+
+def test_a_run_that_was_taken_over_is_listed_and_counted_once(home):
+    page = read_html(home, "index.html")
+    rows = [row for row in page.rows if row]
+    assert [row[-1] for row in rows if row[0] == "offload=uva"] == ["sweep"]
+    assert "3 ok, valid" in page.words
+    assert sorted(row for row in rows if row[0] in {"sweep", "sweep2"})[:2] == [
+        ["sweep", "offload", "2026-11-27 10:15", "olmo7b", "2", "1"],
+        ["sweep2", "offload", "2026-11-27 10:15", "olmo7b", "1", "1"],
+    ]
 
 
 def test_links_are_relative_and_lead_somewhere_also_in_a_copy(home, tmp_path):
