@@ -184,7 +184,7 @@ def routed(rng, num_tokens, num_experts, k):
 
 # experts, slots, k, tokens of each step
 SHAPES = [
-    pytest.param((128, 42, 8, (1, 1, 1, 4, 1)), id="few tokens"),
+    pytest.param((128, 42, 8, (1, 1, 1, 4, 1)), id="few tokens", marks=pytest.mark.slow),
     pytest.param((40, 13, 8, (24, 1, 24)), id="more experts than slots"),
     pytest.param((128, 42, 8, (64, 1, 64)), id="many more", marks=pytest.mark.slow),
     pytest.param((16, 3, 8, (1, 2, 1)), id="fewer slots than k"),

@@ -218,7 +218,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=["untied", slow("tied")])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 checkpoint with values that no window of exponents holds."""
     kind = {"untied": "llama", "tied": "qwen2"}[request.param]
