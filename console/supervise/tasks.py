@@ -238,7 +238,7 @@ class Tasks:
         loop = asyncio.get_running_loop()
 
         def tell(found: Mapping[str, Any]) -> None:
-            call_on(loop, lambda: self._jobs.tell(job, f"{found['phase']}, {_count(found)}"))
+            call_on(loop, lambda: self._jobs.tell(job, _standing(found)))
 
         stopped: list[Served] = []
         left: list[str] = []
@@ -316,9 +316,11 @@ def _far(done_bytes: int | None, total_bytes: int | None) -> str:
     return f"{done_bytes / GIB:.2f}{of} GiB"
 
 
-def _count(found: Mapping[str, Any]) -> str:
-    """Return how far a test is."""
-    return f"{found['done']} of {found['total']} {found['unit']}"
+def _standing(found: Mapping[str, Any]) -> str:
+    """Return the phase of a test, and how far it is where its phase has an end."""
+    if found["total"] is None:
+        return str(found["phase"])
+    return f"{found['phase']}, {found['done']} of {found['total']} {found['unit']}"
 
 
 def _held_by(test_id: int) -> str:

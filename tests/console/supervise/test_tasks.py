@@ -111,6 +111,23 @@ def test_a_test_stops_what_is_served_and_starts_it_again(
     asyncio.run(run())
 
 
+def test_a_phase_without_an_end_has_no_count(
+    database: Database, home: Path, more: Mapping[str, Any], stand_in: StandIn
+) -> None:
+    async def run() -> None:
+        stand_in.plays(
+            records={".": record()}, waits=True, state={"phase": "close", "progress": {}}
+        )
+        profile = add_model(database, "deaf", path=checkpoint(home / "deaf"))
+        async with supervising(database, home, more=more) as supervisor:
+            job = await supervisor.submit("test", profile_id=profile, **SIZES)
+            await until(lambda: job.phase == "close")
+            await supervisor.wait(await supervisor.submit("cancel_test", test_id=1))
+            await supervisor.wait(job)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("refusal", ["", "Access denied"])
 def test_a_test_stops_a_unit_where_it_may(
     database: Database, home: Path, more: Mapping[str, Any], stand_in: StandIn, refusal: str

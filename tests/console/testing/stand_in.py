@@ -20,7 +20,9 @@ def main() -> int:
     interrupted = []
     signal.signal(signal.SIGTERM, lambda *_: interrupted.append(True))
     progress = {"requests_done": 3, "requests_total": 8, "output_tokens": 9, "tokens_s": 2.5}
-    state = {"job": "measure", "phase": "throughput", "progress": progress}
+    state = {"job": "measure", "phase": "throughput", "progress": progress} | script.get(
+        "state", {}
+    )
     (folder / "args.json").write_text(json.dumps(sys.argv[1:]), encoding="utf-8")
     _write(folder / "state.json", state)
     while script.get("waits") and (script.get("deaf") or not interrupted):
