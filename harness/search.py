@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from catalogue.files import read_json, tightfit_home
 from catalogue.terminal import EXIT_NOT_ALL_OK, EXIT_OK, say, show
 from engine.errors import ConfigError
+from engine.sealed import GIB
 from harness.config.compose import Composer
 from harness.config.engine import require_package
 from harness.config.schema import GROUPS, RunConfig, SweepContext, TrackingConfig
@@ -41,7 +42,7 @@ from harness.studies.search_request import (
     parse_request,
 )
 from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
-from reports.record.text import GIB, number
+from reports.record.text import number
 
 NAME: Final = "best"
 

@@ -22,6 +22,7 @@ from catalogue.processes import die_with_parent
 from engine.device.gpu import Gpu, open_gpu
 from engine.errors import RequestError
 from engine.model.routing import write_trace
+from engine.sealed import GIB
 from harness.config.schema import QualityScenario, RequestSet
 from harness.config.serve import ServeScenario
 from harness.config.study import StepsScenario, TiersScenario
@@ -338,7 +339,7 @@ class Work:
         """Note the host memory of the scenarios, before what comes after them takes any."""
         peak = process_memory()["rss_peak_bytes"]
         if peak is not None:
-            self._result["metrics"].setdefault("memory/host_rss_peak_gib", peak / 2**30)
+            self._result["metrics"].setdefault("memory/host_rss_peak_gib", peak / GIB)
 
     def _tidy(self, what: str, step: Callable[[], None]) -> None:
         try:

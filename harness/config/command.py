@@ -1,4 +1,4 @@
-"""The command that runs other settings than those that were typed, as a shell takes it."""
+"""Overrides as they are typed: their keys, and the command that runs them, as a shell takes it."""
 
 import shlex
 from collections.abc import Sequence
@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from harness.config.engine import HOST_KV_FIELDS
 
 
+def key_of(override: str) -> str:
+    """Return the key or group that an override sets."""
+    return override.partition("=")[0].lstrip("+")
+
+
 def command_with(typed: Sequence[str], settings: Sequence[str]) -> str:
     """Return the command that runs `settings`: what was typed, less what they replace."""
-    keys = [text.partition("=")[0].lstrip("+") for text in settings]
+    keys = [key_of(text) for text in settings]
     gone = [f"{key}=" for key in keys]
     if any(key.split(".")[0] == "offload" for key in keys):
         gone += ["offload", "planner."]

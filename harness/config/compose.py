@@ -44,6 +44,7 @@ from catalogue.models import find
 from engine.asked.offload import OffloadWarning
 from engine.errors import ConfigError, closest, did_you_mean
 from engine.sealed import describe_type, key_types, without_null
+from harness.config.command import key_of
 from harness.config.engine import check_settings
 from harness.config.launchers import BASIC, check_launcher
 from harness.config.schema import GROUPS, RunConfig
@@ -77,7 +78,7 @@ def check_chosen(config: RunConfig, overrides: Sequence[str], *, in_sweep: bool 
         settings = _settings(config, group, name)
         given = " and ".join(f"{key}={value}" for key, (value, _) in settings.items())
         undone = " ".join(f"{key}={value}" for key, (_, value) in settings.items())
-        typed = {text.lstrip("+").partition("=")[0] for text in overrides}
+        typed = {key_of(text) for text in overrides}
         is_typed = settings.keys() <= typed
         other = "drop one" if is_typed else f"set {undone}"  # an experiment set it
         if in_sweep and is_typed:
@@ -583,7 +584,7 @@ class Composer:
         try:
             return parser.parse_overrides([keep_texts(text, self._parser)])[0]
         except HydraException as error:
-            key = text.partition("=")[0].lstrip("+")
+            key = key_of(text)
             if "=" in text and "@" not in key and not re.fullmatch(r"[\w-]+([./][\w-]+)*", key):
                 raise unknown_key(key) from error
             if (again := _quote_value(text)) is not None:

@@ -198,7 +198,7 @@ class Forecast:
     @property
     def memory_gib(self) -> float:
         """Memory of the card, as much of it as is asked for."""
-        return self.config.gpu.memory_gib or self.facts.total_bytes / 2**30
+        return self.config.gpu.memory_gib or self.facts.total_bytes / GIB
 
     @cached_property
     def answer(self) -> Answer | CapacityError:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from harness.config.command import key_of
 from harness.config.schema import RunConfig, SweepContext
 from reports.record.text import flatten
 
@@ -49,16 +50,16 @@ def sweep_title(points: Sequence[tuple[RunConfig, Sequence[str]]]) -> str:
     """Return what a sweep asks in few words: its models, what varies, how many points."""
     models = " and ".join(dict.fromkeys(config.model.name for config, _ in points))
     varying = what_varies([overrides for _, overrides in points])
-    keys = dict.fromkeys(item.lstrip("+").partition("=")[0] for own in varying for item in own)
+    keys = dict.fromkeys(key_of(item) for own in varying for item in own)
     names = " x ".join(key.replace("/", ".").rpartition(".")[2] for key in keys if key != "model")
     count = f"{len(points)} point{'s'[: len(points) != 1]}"
     return f"{models}: {', '.join(filter(None, [names, count]))}"[:_NAME_CHARS]
 
 
 def what_varies(points: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the overrides of each point without those that all have."""
+    """Return the overrides of each point without those that all have, and without their +."""
     common = set.intersection(*map(set, points))
-    return [[item for item in overrides if item not in common] for overrides in points]
+    return [[item.lstrip("+") for item in own if item not in common] for own in points]
 
 
 def flat_params(config: RunConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def flat_params(config: RunConfig, overrides: Sequence[str] = ()) -> dict[str, A
     every = {key: value for key, value in flatten(config.to_dict()) if value != {}}
     shown = {key: value for key, value in every.items() if key.startswith(_SHOWN)}
     params |= {k: v for k, v in shown.items() if v is not None or k.split(".")[-1] not in _IF_SET}
-    typed = {item.lstrip("+").partition("=")[0] for item in overrides}
+    typed = {key_of(item) for item in overrides}
     return params | {key: every[key] for key in sorted(typed & every.keys()) if key not in params}
 
 

@@ -20,6 +20,7 @@ from catalogue.processes import module_command, signal_name, start_child
 from catalogue.terminal import ErrorFacts, error_facts
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, EngineError
+from engine.sealed import GIB
 from harness.config.schema import FakeScript, ScenarioConfig, SystemConfig
 from harness.observe.statistics import TTable
 from harness.point.full_disk import is_full
@@ -324,7 +325,7 @@ def _rss(state: Mapping[str, Any]) -> str:
     if not peak:
         return ""
     return (
-        f" (its resident set had reached {peak / 2**30:.2f} GiB when it last told; "
+        f" (its resident set had reached {peak / GIB:.2f} GiB when it last told; "
         "memory/host_rss_peak_gib has what telemetry saw)"
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from catalogue.files import read_json
+from engine.sealed import GIB
 from harness.config.schema import SweepContext
 from harness.observe.spool import LineTail, one_a_second
 from harness.point.process import SAMPLES_NAME
@@ -23,7 +24,6 @@ LEAST_SEEN_S: Final = 2.0
 """Seconds of a phase before its time left is told."""
 LEAST_SHARE: Final = 0.02
 """Progress before it is told."""
-_GIB: Final = 2**30
 
 
 def describe(state: Mapping[str, Any]) -> tuple[str, float | None, str]:
@@ -39,7 +39,7 @@ def describe(state: Mapping[str, Any]) -> tuple[str, float | None, str]:
         done, total = progress["done_bytes"], progress["total_bytes"]
         if not total:  # of a peer, which does not say how much it is
             return title, None, ""
-        return title, done / total, f"{done / _GIB:.2f}/{total / _GIB:.2f} GiB"
+        return title, done / total, f"{done / GIB:.2f}/{total / GIB:.2f} GiB"
     done, total = progress["requests_done"], progress["requests_total"]
     details = f"{done}/{total} requests, {progress['output_tokens']} tokens"
     if progress.get("tokens_s") is not None:
@@ -58,12 +58,12 @@ def memory_text(state: Mapping[str, Any]) -> str:
     parts = []
     used, budget = now.get("gpu_used_bytes"), state.get("gpu_budget_bytes")
     if used is not None:
-        bound = f"/{budget / _GIB:.1f}" if budget else ""
-        parts.append(f"GPU {used / _GIB:.1f}{bound} GiB")
+        bound = f"/{budget / GIB:.1f}" if budget else ""
+        parts.append(f"GPU {used / GIB:.1f}{bound} GiB")
     held, free = now.get("rss_bytes"), now.get("host_available_bytes")
     if held is not None:
-        rest = f" ({free / _GIB:.0f} free)" if free is not None else ""
-        parts.append(f"host {held / _GIB:.1f} GiB{rest}")
+        rest = f" ({free / GIB:.0f} free)" if free is not None else ""
+        parts.append(f"host {held / GIB:.1f} GiB{rest}")
     return ", ".join(parts)
 
 

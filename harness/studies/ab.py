@@ -8,13 +8,14 @@ from typing import Any, Final
 
 from catalogue.terminal import columns, error_facts
 from engine.errors import ConfigError
+from harness.config.command import key_of
 from harness.config.compose import Composer, Plan, Point
 from harness.config.engine import require_package
 from harness.config.schema import SIDES, AbConfig, RunConfig
 from harness.observe.statistics import CONFIDENCE, interval
 from harness.observe.student import student_t
 from harness.point.show import build_report, verdict_text
-from harness.studies.series import RunOne, Series, key_of
+from harness.studies.series import RunOne, Series
 from reports.record.judging import UNRESOLVED, answer_of
 from reports.record.metrics import TOTAL, Better, Metric, Metrics, shown
 from reports.record.record import RunRecord, percentile
@@ -494,7 +495,7 @@ def compose_sides(
     Raises ConfigError where a side cannot be composed, does other work than the other, or
     equals it.
     """
-    base = [item for item in overrides if not item.lstrip("+").startswith("ab.")]
+    base = [item for item in overrides if not key_of(item).startswith("ab.")]
     a, b = (_compose(name, list(getattr(ab, name)), base, config_dir, mode) for name in SIDES)
     _check_same_work(a.config, b.config)
     if a.config == b.config:

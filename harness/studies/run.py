@@ -10,6 +10,7 @@ from typing import Any, Final
 from catalogue.files import CONF, expanded
 from catalogue.terminal import error_facts, say
 from engine.errors import ConfigError
+from harness.config.command import key_of
 from harness.config.compose import Composer, Plan, Point, with_values
 from harness.config.engine import require_package
 from harness.config.schema import RunConfig
@@ -23,7 +24,7 @@ from harness.studies import (
     bench_serve,
     validate,
 )
-from harness.studies.series import RunOne, Series, key_of
+from harness.studies.series import RunOne, Series
 from harness.studies.table import BEFORE, Found, Judged, Result
 from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_text_atomic
 

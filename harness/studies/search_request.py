@@ -18,7 +18,8 @@ from catalogue.files import load_yaml, quote_texts
 from catalogue.models import describe
 from engine.errors import ConfigError, did_you_mean
 from engine.model.spec import ModelSpec
-from engine.sealed import yaml_text
+from engine.sealed import GIB, yaml_text
+from harness.config.command import key_of
 from harness.config.compose import Composer
 from harness.config.schema import ScenarioConfig
 from harness.config.source import is_text
@@ -149,7 +150,7 @@ def beside(base: Iterable[str], chosen: Sequence[str]) -> list[str]:
     """Return the overrides of all trials without those of another offload than a trial chose."""
     words = (item.partition("=") for item in chosen)
     offload = next((value for key, _, value in words if key == "offload"), None)
-    backends = ((item, _backend(item.lstrip("+").partition("=")[0])) for item in base)
+    backends = ((item, _backend(key_of(item))) for item in base)
     return [item for item, backend in backends if offload is None or backend in {None, offload}]
 
 
@@ -173,7 +174,7 @@ def parameter_of(override: Override) -> Parameter:
 
 def default_space(spec: ModelSpec) -> Space:
     """Return the space that is taken where none is given: all backends, sizes by the model."""
-    weights_gib = spec.weight_bytes() / 2**30
+    weights_gib = spec.weight_bytes() / GIB
     step = float(f"{weights_gib / STEPS:.2g}")
     group = min(GROUP, spec.num_hidden_layers)
     return space_of(
@@ -424,7 +425,7 @@ def parse_request(argv: Sequence[str]) -> SearchRequest | None:
 
 def _default(composer: Composer, base: Sequence[str]) -> Space:
     """Return the space of a model that is given; its offload must not be."""
-    given = [item for item in base if item.lstrip("+").startswith("offload")]
+    given = [item for item in base if key_of(item).startswith("offload")]
     if given:
         raise ConfigError(
             f"search: expected a setting with several values, such as "

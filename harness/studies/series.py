@@ -24,11 +24,6 @@ RunOne = Callable[[RunConfig, Path, Sequence[str], SweepContext], RunRecord]
 """Runs one point; `harness.point.point.run_point`."""
 
 
-def key_of(override: str) -> str:
-    """Return the key or group that an override sets."""
-    return override.partition("=")[0].lstrip("+")
-
-
 class Series(ABC):
     """Runs points below a folder of its own and writes one record of them all.
 

@@ -438,7 +438,7 @@ def show_plans(plan: Plan, sides: Sides | None = None, document: Document | None
         _put(document, found)
         return EXIT_OK
     varying = what_varies([point.overrides for point in plan.points])
-    names = [" ".join(text.lstrip("+") for text in own) or str(n) for n, own in enumerate(varying)]
+    names = [" ".join(own) or str(n) for n, own in enumerate(varying)]
     named = list(zip(plan.points, names, strict=True))
     peers = [name for point, name in named if point.config.system.kind != "native"]
     own = [(point, name) for point, name in named if point.config.system.kind == "native"]

@@ -48,10 +48,7 @@ def sweep_lines(
 def point_names(records: Sequence[RunRecord]) -> list[str]:
     """Return what the points differ in, in full; the name of one that differs in nothing."""
     varying = what_varies([record.overrides for record in records])
-    return [
-        " ".join(item.lstrip("+") for item in own) or record.name
-        for record, own in zip(records, varying, strict=True)
-    ]
+    return [" ".join(own) or record.name for record, own in zip(records, varying, strict=True)]
 
 
 def _table(

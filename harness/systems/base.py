@@ -12,6 +12,7 @@ from engine.errors import ConfigError
 from engine.model.checkpoint import read_folder
 from engine.model.families import FULL, WINDOW
 from engine.model.spec import ModelSpec
+from engine.sealed import GIB
 from harness.work.kv import num_common
 
 UNKNOWN_TOKEN: Final = -1
@@ -200,10 +201,10 @@ def open_peer_device(config: EngineConfig) -> PeerDevice:
 
         name, card = "cpu", int(psutil.virtual_memory().available) // 2
     asked = config.gpu.memory_gib
-    memory = card if asked is None else int(asked * 2**30)
+    memory = card if asked is None else int(asked * GIB)
     if is_cuda and memory > card:
         raise ConfigError(
-            f"gpu.memory_gib: expected at most the card's {card / 2**30:.2f} GiB, got {asked}."
+            f"gpu.memory_gib: expected at most the card's {card / GIB:.2f} GiB, got {asked}."
         )
     return PeerDevice(
         name=name,
