@@ -17,6 +17,7 @@ from kernels.sizes import (
     decode_num_counters,
     decode_num_splits,
     prefill_partial_rows,
+    restored_experts,
 )
 
 CODES_PARTS: Final = ("bytes", "codes", "first", "offsets", "table")
@@ -55,10 +56,11 @@ class Codes:
         table: int16 [capacity + 256], the bits of escapes; zeros behind them, so that every byte is
             an index into it.
         scratch: bfloat16 [N, K], in which products of many tokens restore the matrix; others may
-            share the memory, as work on one stream does. None: each call allocates.
+            share the memory, as work on one stream does. Of a matrix of experts the rows of some,
+            which are restored together. None: each call allocates.
         launches: arguments of kernels that were launched with these tensors, kept for the next
-            launch; made by kernels.cuda alone, and written by every launch, so that on a GPU one
-            thread at a time may use the object.
+            launch; made by kernels.cuda and kernels.ops.experts alone, and written by every launch,
+            so that on a GPU one thread at a time may use the object.
     """
 
     bytes: torch.Tensor
@@ -95,29 +97,29 @@ class Codes:
                     f"codes.{part}: expected memory at a multiple of {CODES_ALIGNMENT} bytes, "
                     f"which kernels read at a time, got {rest} more. Copy it to memory of its own."
                 )
-        if self.scratch is not None and self.scratch.shape != self.shape:
-            raise ValueError(
-                f"codes.scratch: expected shape {self.shape}, got {tuple(self.scratch.shape)}. "
-                "Make it with with_scratch."
-            )
+        if self.scratch is not None:
+            _check_scratch("codes", self.scratch, self.shape, torch.bfloat16)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
         return self.first.shape[0], 64 * self.codes.shape[1]
 
-    def with_scratch(self, memory: torch.Tensor) -> "Codes":
+    def with_scratch(self, memory: torch.Tensor, num_experts: int = 0) -> "Codes":
         """Return codes that products of many tokens restore in this memory, if they fit.
 
         Args:
             memory: uint8, on the device of the products; work of one stream alone may use it.
+            num_experts: of the matrix, some of which are restored together; 0: it has none.
         """
-        num_rows, num_columns = self.shape
-        num_bytes = 2 * num_rows * num_columns
-        if memory.numel() < num_bytes:
-            return self
-        whole = memory[:num_bytes].view(torch.bfloat16).view(num_rows, num_columns)
-        return replace(self, scratch=whole)
+        scratch = _scratch_of(memory, self.shape, num_experts, torch.bfloat16)
+        return self if scratch is None else replace(self, scratch=scratch)
+
+    def rows(self, start: int, stop: int) -> "Codes":
+        """Return some rows, both numbers multiples of 16, in the same memory, without scratch."""
+        names, groups = ("bytes", "codes", "offsets"), slice(start // 16, stop // 16)
+        parts = {name: getattr(self, name)[groups] for name in names}
+        return replace(self, **parts, first=self.first[start:stop], scratch=None)
 
     @property
     def capacity(self) -> int:
@@ -198,6 +200,32 @@ QUANTISED_TILE: Final = 64
 """Rows and columns of a tile, whose values lie side by side; the last ones are filled up."""
 
 
+def _scratch_of(
+    memory: torch.Tensor, shape: tuple[int, int], num_experts: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return rows that are restored together in memory, uint8; None: they have no room there."""
+    rows, columns = shape
+    if num_experts:
+        each = rows // num_experts
+        rows = each * restored_experts(num_experts, each, columns, dtype.itemsize)
+    size = rows * columns * dtype.itemsize
+    return None if memory.numel() < size else memory[:size].view(dtype).view(rows, columns)
+
+
+def _check_scratch(
+    name: str, scratch: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Raise ValueError unless scratch has rows of a matrix of this shape."""
+    rows, columns = scratch.shape
+    is_matrix = scratch.is_contiguous() and scratch.dtype == dtype
+    if not is_matrix or columns != shape[1] or rows > shape[0]:
+        raise ValueError(
+            f"{name}.scratch: expected a contiguous matrix of at most {shape[0]} rows, {shape[1]} "
+            f"columns and {dtype}, got shape {tuple(scratch.shape)} and {scratch.dtype}. Make it "
+            "with with_scratch."
+        )
+
+
 def filled_rows(num_rows: int) -> int:
     """Return the rows of whole tiles that rows of a quantised matrix take.
 
@@ -253,8 +281,7 @@ class Quantised:
         sublow: uint8, of the shape of subscale, or None.
         columns: int32 [K]: column k of the matrix is multiplied with input columns[k]; None: k.
         table: float32 [16] of table4, else None.
-        scratch: [N, K] of the dtype, in which products of many tokens restore the matrix; others
-            may share the memory, as work on one stream does. None: each call allocates.
+        scratch: [N, K] of the dtype, as that of Codes.
         launches: as that of Codes.
     """
 
@@ -312,8 +339,9 @@ class Quantised:
             "sublow": ((rows, subgroups), byte),
             "columns": ((num_columns,), torch.int32),
             "table": ((16,), torch.float32),
-            "scratch": ((num_rows, num_columns), self.dtype),
         }
+        if self.scratch is not None:
+            _check_scratch("quantised", self.scratch, self.shape, self.dtype)
         for part, (shape, dtype) in wanted.items():
             found: torch.Tensor | None = getattr(self, part)
             if found is None:
@@ -330,30 +358,45 @@ class Quantised:
 
     @classmethod
     def of(
-        cls, arrays: Mapping[str, torch.Tensor], scratch: torch.Tensor | None, **meaning: Any
+        cls,
+        arrays: Mapping[str, torch.Tensor],
+        scratch: torch.Tensor | None,
+        num_experts: int = 0,
+        **meaning: Any,
     ) -> "Quantised":
         """Return the matrix that arrays keep, restored into the scratch where it has room.
 
         Args:
             arrays: by the names of the attributes.
             scratch: as that of with_scratch, or None.
+            num_experts: likewise.
             meaning: the other attributes; dtype by its name.
         """
         dtype = getattr(torch, meaning["dtype"])
         found = cls(**{**meaning, **arrays, "dtype": dtype})
-        return found if scratch is None else found.with_scratch(scratch)
+        return found if scratch is None else found.with_scratch(scratch, num_experts)
 
-    def with_scratch(self, memory: torch.Tensor) -> "Quantised":
+    def with_scratch(self, memory: torch.Tensor, num_experts: int = 0) -> "Quantised":
         """Return the same matrix, restored into this memory by products of many tokens.
 
         Args:
             memory: uint8, on the device; kept only if the matrix has room in it.
+            num_experts: of the matrix, some of which are restored together; 0: it has none.
         """
-        num_rows, num_columns = self.shape
-        size = num_rows * num_columns * self.dtype.itemsize
-        if memory.numel() < size:
-            return self
-        return replace(self, scratch=memory[:size].view(self.dtype).view(num_rows, num_columns))
+        scratch = _scratch_of(memory, self.shape, num_experts, self.dtype)
+        return self if scratch is None else replace(self, scratch=scratch)
+
+    def rows(self, start: int, stop: int) -> "Quantised":
+        """Return some rows, in the same memory, without scratch.
+
+        Args:
+            start: a multiple of 16.
+            stop: likewise, or the number of rows.
+        """
+        names = (name for name in QUANTISED_ARRAYS if name not in {"columns", "table"})
+        arrays = {name: each for name in names if (each := getattr(self, name)) is not None}
+        own = {name: each[start : filled_rows(stop)] for name, each in arrays.items()}
+        return replace(self, **own, num_rows=stop - start, scratch=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Sizes of the operators' scratch memory and of codes: pure arithmetic, no torch needed."""
 
+import math
+
 DECODE_SPLIT_TOKENS = 256
 """Keys that one partial result of decode attention covers.
 
@@ -190,6 +192,24 @@ def pack_scratch_bytes(num_rows: int, num_columns: int) -> int:
 def _pack_row_bytes(num_columns: int) -> int:
     """Bytes beside a row while it is packed: a count of exponents, and of each weight its bits."""
     return 12 * num_columns + 5 * 1024
+
+
+_EXPERTS_BYTES = 64 * 2**20
+"""Experts that are restored together for a product of many tokens, unless one has more."""
+
+
+def restored_experts(num_experts: int, num_rows: int, num_columns: int, element_bytes: int) -> int:
+    """Return how many experts of a matrix are restored together for a product of many tokens.
+
+    Args:
+        num_experts: of the matrix, or slots of a bank.
+        num_rows: of one expert.
+        num_columns: of the matrix.
+        element_bytes: of its dtype.
+    """
+    whole = 16 // math.gcd(16, num_rows)  # as many have whole tiles of 16 rows
+    most = _EXPERTS_BYTES // (num_rows * num_columns * element_bytes)
+    return min(num_experts, max(whole, most // whole * whole))
 
 
 def num_expert_parts(num_ids: int, num_experts: int, num_slots: int) -> int:

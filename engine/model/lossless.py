@@ -86,14 +86,14 @@ class Lossless(PackedFormat):
 
     def operand(
         self,
-        tensor: TensorSpec,  # noqa: ARG002
+        tensor: TensorSpec,
         views: Mapping[str, Any],
         ops: Operators,
         scratch: Any = None,
     ) -> Any:
         """Return kernels.arguments.Codes, which are restored in the scratch if they fit."""
         made = ops.codes.Codes(**views)
-        return made if scratch is None else made.with_scratch(scratch)
+        return made if scratch is None else made.with_scratch(scratch, tensor.num_experts)
 
     def block_rows(self, tensor: TensorSpec) -> int:
         """Return the rows that are packed in one pass."""

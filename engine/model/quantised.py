@@ -211,6 +211,7 @@ class Grouped(UnpackedFormat):
         return ops.quantised.Quantised.of(
             views,
             scratch,
+            tensor.num_experts,
             kind=arrays.kind,
             dtype=self.dtype,
             num_rows=rows,

@@ -20,6 +20,7 @@ from kernels.sizes import (
     decode_workspace_bytes,
     prefill_state_bytes,
     prefill_workspace_bytes,
+    restored_experts,
 )
 
 NO_LIMIT: Final = 2**60
@@ -628,9 +629,9 @@ def restore_bytes(
 ) -> int:
     """Return the bytes in which steps of more than MAX_SMALL_TOKENS tokens restore packed weights.
 
-    One matrix has room at a time, restored before its product: to restore the next one beside it
-    made their products 2 to 4 % shorter at 512 to 2048 tokens (H200), as both wait for memory. The
-    head is one of them where its product can have as many rows.
+    One matrix has room at a time, or some of its experts, restored before its product: to restore
+    the next one beside it made their products 2 to 4 % shorter at 512 to 2048 tokens (H200), as
+    both wait for memory. The head is one of them where its product can have as many rows.
 
     Args:
         spec: Sizes of the model.
@@ -641,13 +642,22 @@ def restore_bytes(
     if not formats.others or max_tokens <= MAX_SMALL_TOKENS:
         return 0
     sizes = (
-        align(formats.default.num_bytes(tensor))
+        align(_restored_bytes(tensor, formats.default.element_bytes))
         for tensor in _products(spec, with_head=max_rows > MAX_SMALL_TOKENS)
         if formats[tensor.name].is_restored
         # Experts with biases are restored as they are read (kernels.ops.experts).
         and not (tensor.num_experts and spec.architecture.has_expert_biases)
     )
     return max(sizes, default=0)
+
+
+def _restored_bytes(tensor: TensorSpec, element_bytes: int) -> int:
+    """Return the bytes of what is restored together of a tensor: all, or some of its experts."""
+    rows, columns = tensor.shape
+    if tensor.num_experts:
+        each = tensor.expert_rows
+        rows = each * restored_experts(tensor.num_experts, each, columns, element_bytes)
+    return rows * columns * element_bytes
 
 
 def _products(spec: ModelSpec, *, with_head: bool) -> Iterator[TensorSpec]:

@@ -5,6 +5,7 @@ expert's number says where its rows are; where it is a bank of slots, the number
 Shape letters: T tokens, k experts of each, E experts, S slots, D hidden, F feed-forward.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kernels.arguments import Codes, Quantised
 from kernels.ops import codes, quantised
 from kernels.ops.checks import KernelArgumentError, check_dims, check_float, check_tensor
 from kernels.ref import experts as ref
-from kernels.sizes import MAX_SMALL_TOKENS
+from kernels.sizes import MAX_SMALL_TOKENS, restored_experts
 
 # Triton and the CUDA kernels are imported by the first call on a GPU.
 # ruff: noqa: PLC0415
@@ -173,64 +174,120 @@ def _on_gpu(
     biases: Biases | None,
     clamp: tuple[float, float] | None,
 ) -> None:
-    """Run both products: with few tokens weights are restored in registers, with many before."""
+    """Run both products, of few tokens with weights that are restored in registers if they can."""
     from kernels.cuda import experts as cuda
+
+    (num_tokens, top_k), ffn = slots_Tk.shape, w2.shape[1]
+    if biases is None and clamp is None and cuda.can_run(x_TD, w13, w2, ffn):
+        hidden = x_TD.new_empty((num_tokens * top_k, ffn))
+        cuda.product(x_TD, w13, slots_Tk, hidden, is_gated=True, is_gelu=is_gelu)
+        cuda.product(hidden, w2, slots_Tk, out_TkD.view(num_tokens * top_k, -1), is_gated=False)
+    else:
+        _products_in_parts(
+            x_TD, w13, w2, slots_Tk, out_TkD, is_gelu=is_gelu, biases=biases, clamp=clamp
+        )
+
+
+def _products_in_parts(
+    x_TD: torch.Tensor,
+    w13: ref.Weight,
+    w2: ref.Weight,
+    slots_Tk: torch.Tensor,
+    out_TkD: torch.Tensor,
+    *,
+    is_gelu: bool = False,
+    biases: Biases | None = None,
+    clamp: tuple[float, float] | None = None,
+) -> None:
+    """Run both products with kernels of Triton: some experts are restored, and then multiplied.
+
+    Arguments are those of experts_products, of at least one pair. Parts have no influence on the
+    result.
+    """
     from kernels.triton import experts as triton
 
     (num_tokens, top_k), ffn = slots_Tk.shape, w2.shape[1]
+    num_slots = w13.shape[0] // (2 * ffn)
     hidden = x_TD.new_empty((num_tokens * top_k, ffn))
     out = out_TkD.view(num_tokens * top_k, -1)
     bias13, bias2 = biases or (None, None)
-    is_plain = biases is None and clamp is None
-    if is_plain and cuda.can_run(x_TD, w13, w2, ffn):
-        cuda.product(x_TD, w13, slots_Tk, hidden, is_gated=True, is_gelu=is_gelu)
-        cuda.product(hidden, w2, slots_Tk, out, is_gated=False)
-    elif num_tokens <= MAX_SMALL_TOKENS:
-        gate = triton.Gate(is_gelu, clamp)
-        _few(x_TD, w13, slots_Tk, hidden, bias13, gate)
-        _few(hidden, w2, slots_Tk, out, bias2)
-    else:
-        pairs = triton.sort_pairs(slots_Tk, w13.shape[0] // (2 * ffn), x_TD.dtype)
-        gate = triton.Gate(is_gelu, clamp)
-        _many(x_TD, w13, pairs, top_k, hidden, bias13, gate)
-        _many(hidden, w2, pairs, top_k, out, bias2)
+    pairs = None
+    if num_tokens > MAX_SMALL_TOKENS:
+        pairs = triton.sort_pairs(slots_Tk, num_slots, x_TD.dtype)
+    _product(x_TD, w13, slots_Tk, pairs, hidden, bias13, triton.Gate(is_gelu, clamp))
+    _product(hidden, w2, slots_Tk, pairs, out, bias2)
 
 
-def _few(x: torch.Tensor, weight: ref.Weight, slots_Tk: torch.Tensor, *others: Any) -> None:
-    """Multiply few tokens where the CUDA kernel does not."""
-    from kernels.triton import experts, quantised_experts
-
-    if isinstance(weight, Quantised):
-        quantised_experts.few(x, weight, slots_Tk, *others)
-    else:
-        experts.few(x, _plain(weight), slots_Tk, *others)
-
-
-def _many(
+def _product(
     x: torch.Tensor,
     weight: ref.Weight,
+    slots_Tk: torch.Tensor,
     pairs: Any,
-    top_k: int,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     gate: Any = None,
 ) -> None:
-    """Multiply many tokens: a weight is restored whole before, but for experts with biases."""
+    """Run a product whose arguments are those of kernels.triton.experts; few tokens: no pairs."""
     from kernels.triton import experts, quantised_experts
 
+    if isinstance(weight, Quantised) and pairs is None:
+        quantised_experts.few(x, weight, slots_Tk, out, bias, gate)
+        return
     if isinstance(weight, Quantised) and bias is not None:
-        quantised_experts.many(x, weight, pairs, top_k, out, bias, gate)
-    else:
-        experts.many(x, _plain(weight), pairs, top_k, out, bias, gate)
+        quantised_experts.many(x, weight, pairs, out, bias, gate)
+        return
+    num_slots = weight.shape[0] // (out.shape[1] if gate is None else 2 * out.shape[1])
+    for first, part, own in _restored_parts(weight, num_slots, bias):
+        if pairs is None:
+            experts.few(x, part, slots_Tk, out, own, gate, first)
+        else:
+            experts.many(x, part, pairs, out, own, gate, first)
 
 
-def _plain(weight: ref.Weight) -> torch.Tensor:
-    """Return a matrix restored, in its scratch if there is one, where the next one may be too."""
+def _restored_parts(
+    weight: ref.Weight, num_slots: int, bias: torch.Tensor | None
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+    """Yield plain matrices of some experts each, all in one place, with their first slots.
+
+    What reads one must be enqueued before the next is asked for. A plain matrix is yielded whole.
+
+    Args:
+        weight: of experts.
+        num_slots: blocks of rows of it.
+        bias: a value for each of its rows, whose part is yielded too; None: there is none.
+    """
     if isinstance(weight, torch.Tensor):
-        return weight
-    if isinstance(weight, Codes):
-        return codes.restore(weight, weight.scratch)
-    return quantised.restore(weight, weight.scratch)
+        yield 0, weight, bias
+        return
+    rows = weight.shape[0] // num_slots
+    scratch = weight.scratch
+    if scratch is None:
+        dtype = _dtype_of(weight)
+        count = restored_experts(num_slots, rows, weight.shape[1], dtype.itemsize)
+        shape = count * rows, weight.shape[1]
+        scratch = torch.empty(shape, dtype=dtype, device=_device_of(weight))
+    for start, part in _parts_of(weight, scratch.shape[0]):
+        out = scratch[: part.shape[0]]
+        if isinstance(part, Codes):
+            codes.restore(part, out)
+        else:
+            quantised.restore(part, out)
+        yield start // rows, out, None if bias is None else bias[start : start + part.shape[0]]
+
+
+def _parts_of(weight: Codes | Quantised, size: int) -> list[tuple[int, Codes | Quantised]]:
+    """Return what is restored together of a matrix, `size` rows each, with their first rows.
+
+    Made once for a matrix and size, as are the arguments of launches.
+    """
+    key = f"parts of {size}"
+    found: list[tuple[int, Codes | Quantised]] | None = weight.launches.get(key)
+    if found is None:
+        total = weight.shape[0]
+        found = weight.launches[key] = [
+            (start, weight.rows(start, min(start + size, total))) for start in range(0, total, size)
+        ]
+    return found
 
 
 def _check_weights(x_TD: torch.Tensor, w13: ref.Weight, w2: ref.Weight) -> None:

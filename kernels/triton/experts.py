@@ -1,7 +1,8 @@
 """Mixtures of experts: routing, products with plain experts, weighted sums.
 
 Products of few tokens run here in float32, and for shapes that kernels.cuda.experts does not take;
-products of many always. Shape letters: T tokens, k experts of each, P pairs of a token and an
+products of many always. A product may have a part of the slots, by their first one; the others'
+results are not touched. Shape letters: T tokens, k experts of each, P pairs of a token and an
 expert, E experts, S slots, K inputs, N outputs, M tiles of pairs.
 
 Of few tokens a program takes BLOCK_N rows of one expert and all tokens that go there, in groups of
@@ -177,10 +178,12 @@ def experts_sum(
 
 @triton.jit
 def _slot_of(
-    slots, num_tokens, BY_PAIR: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    slots, num_tokens, first_slot, S, BY_PAIR: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the slot of a program, whether it has tokens, and each token's pair there or -1.
+
+    Slots are numbered from the first of S; those of others have no program.
 
     Programs are numbered by slot, or by pair where there are fewer, of which a slot's first counts.
     """
@@ -188,17 +191,17 @@ def _slot_of(
     tokens, places = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     pairs = tokens[:, None] * TOP_K + places[None, :]
     mask = (tokens < num_tokens)[:, None] & (places < TOP_K)[None, :]
-    every = tl.load(slots + pairs, mask=mask, other=-1)
+    every = tl.load(slots + pairs, mask=mask, other=-1) - first_slot
     slot = number
     if BY_PAIR:
-        slot = tl.load(slots + number)
+        slot = tl.load(slots + number) - first_slot
     NONE: tl.constexpr = BLOCK_T * BLOCK_K
     own = tl.min(tl.where((every == slot) & mask, pairs, NONE), 1)
     has = own < NONE
     first = tl.min(own, 0)
     is_used = tl.sum(has.to(tl.int32), 0) > 0
     if BY_PAIR:
-        is_used = is_used & (first == number) & (slot >= 0)
+        is_used = is_used & (first == number) & (slot >= 0) & (slot < S)
     return slot, is_used, tl.where(has, own, -1)
 
 
@@ -345,9 +348,9 @@ def _multiply(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "first_slot", "S"])
 def _few_kernel(
-    x, weight, bias, slots, out, num_tokens, N, K, stride_x, stride_weight,
+    x, weight, bias, slots, out, num_tokens, first_slot, S, N, K, stride_x, stride_weight,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_PLACES: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, BY_PAIR: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, LIMIT: tl.constexpr,
@@ -356,7 +359,9 @@ def _few_kernel(
     if OVERLAPS:
         release()
         wait()
-    slot, is_used, own = _slot_of(slots, num_tokens, BY_PAIR, TOP_K, BLOCK_T, BLOCK_PLACES)
+    slot, is_used, own = _slot_of(
+        slots, num_tokens, first_slot, S, BY_PAIR, TOP_K, BLOCK_T, BLOCK_PLACES
+    )
     if is_used:
         rows = _rows_of(slot, N, BLOCK_N, IS_GATED)
         count = tl.sum((own >= 0).to(tl.int32), 0)
@@ -375,13 +380,17 @@ def _few_kernel(
 
 
 @triton.jit
-def _slot_of_tile(tile_ends, S, BLOCK_S: tl.constexpr):
-    """Return the slot of a program's tile of pairs, S where there is none, and its tile there."""
-    tile = tl.program_id(1)
+def _slot_of_tile(tiles, first_slot, S, BLOCK_S: tl.constexpr):
+    """Return the slot of a program's tile of pairs, S where there is none, and its tile there.
+
+    Slots are numbered from the first of S.
+    """
+    tiles += first_slot
+    tile = tl.load(tiles) + tl.program_id(1)
     slots = tl.arange(0, BLOCK_S)
-    ends = tl.load(tile_ends + slots, mask=slots < S, other=2147483647)
+    ends = tl.load(tiles + 1 + slots, mask=slots < S, other=2147483647)
     slot = tl.sum((ends <= tile).to(tl.int32), 0)
-    return slot, tile - tl.max(tl.where(ends <= tile, ends, 0), 0)
+    return slot, tile - tl.load(tiles + slot)
 
 
 @triton.jit
@@ -412,16 +421,16 @@ def _store_tile(
     tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_slot", "S"])
 def _many_kernel(
-    x, weight, bias, order, starts, tile_ends, out, N, K, S, stride_x, stride_weight,
+    x, weight, bias, order, starts, tiles, out, N, K, first_slot, S, stride_x, stride_weight,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
-    slot, tile = _slot_of_tile(tile_ends, S, BLOCK_S)
+    slot, tile = _slot_of_tile(tiles, first_slot, S, BLOCK_S)
     if slot < S:
-        pairs, is_pair = _pairs_of_tile(order, starts, slot, tile, BLOCK_M)
+        pairs, is_pair = _pairs_of_tile(order, starts + first_slot, slot, tile, BLOCK_M)
         x_rows = pairs
         if IS_GATED:
             x_rows = pairs // TOP_K
@@ -470,19 +479,21 @@ class SortedPairs(NamedTuple):
     Attributes:
         order: int64 [P], the pairs, those of lower slots first, of equal ones in order.
         starts: int64 [S + 1], where each slot's begin there.
-        tile_ends: int64 [S], how many tiles of block_m pairs slots up to each one have.
+        tiles: int64 [S + 1], how many tiles of block_m pairs slots before each one have.
         block_m: pairs of a tile.
+        top_k: experts of a token.
     """
 
     order: torch.Tensor
     starts: torch.Tensor
-    tile_ends: torch.Tensor
+    tiles: torch.Tensor
     block_m: int
+    top_k: int
 
     @property
     def most_tiles(self) -> int:
         """Tiles at most: every slot with pairs has at most one that is not whole."""
-        num_pairs, num_slots = self.order.shape[0], self.tile_ends.shape[0]
+        num_pairs, num_slots = self.order.shape[0], self.tiles.shape[0] - 1
         return num_pairs // self.block_m + min(num_slots, num_pairs)
 
 
@@ -499,8 +510,9 @@ def sort_pairs(slots_Tk: torch.Tensor, num_slots: int, dtype: torch.dtype) -> So
     found, order = slots.sort(stable=True)
     bounds = torch.arange(num_slots + 1, dtype=slots.dtype, device=slots.device)
     starts = torch.searchsorted(found, bounds)
-    tile_ends = ((starts.diff() + block_m - 1) // block_m).cumsum(0)
-    return SortedPairs(order, starts, tile_ends, block_m)
+    tiles = starts.new_zeros(num_slots + 1)
+    torch.cumsum((starts.diff() + block_m - 1) // block_m, 0, out=tiles[1:])
+    return SortedPairs(order, starts, tiles, block_m, slots_Tk.shape[1])
 
 
 def meaning_of(gate: Gate | None) -> dict[str, Any]:
@@ -514,23 +526,24 @@ def many(
     x: torch.Tensor,
     weight: torch.Tensor,
     pairs: SortedPairs,
-    top_k: int,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     gate: Gate | None = None,
+    first_slot: int = 0,
 ) -> None:
-    """Launch a product of many tokens.
+    """Launch a product of many tokens with some slots.
 
     Args:
         x: [T, K] where there is a gate, else [P, K]; stride 1 in the last dimension.
-        weight: of S blocks of N rows, or of N gates and N ups.
-        pairs: by slot.
-        top_k: experts of a token.
-        out: [P, N], contiguous; written.
+        weight: for each of these slots N rows, or N gates and N ups.
+        pairs: by slot, of all slots.
+        out: [P, N], contiguous; what is of these slots is written.
         bias: a value for each row of the weight, or None.
         gate: None: rows are no gates and ups.
+        first_slot: the first of the slots.
     """
-    size_out, size_in, num_slots = out.shape[1], x.shape[1], pairs.tile_ends.shape[0]
+    size_out, size_in = out.shape[1], x.shape[1]
+    num_slots = weight.shape[0] // (size_out if gate is None else 2 * size_out)
     tile = grouped_tile(pairs.block_m, x.dtype)
     _many_kernel[(triton.cdiv(size_out, tile.block_n), pairs.most_tiles)](
         x,
@@ -538,14 +551,15 @@ def many(
         weight if bias is None else bias,
         pairs.order,
         pairs.starts,
-        pairs.tile_ends,
+        pairs.tiles,
         out,
         size_out,
         size_in,
+        first_slot,
         num_slots,
         x.stride(0),
         weight.stride(0),
-        TOP_K=top_k,
+        TOP_K=pairs.top_k,
         BLOCK_S=triton.next_power_of_2(num_slots),
         BLOCK_M=pairs.block_m,
         BLOCK_N=tile.block_n,
@@ -588,8 +602,9 @@ def few(
     out: torch.Tensor,
     bias: torch.Tensor | None,
     gate: Gate | None = None,
+    first_slot: int = 0,
 ) -> None:
-    """Launch a product of at most MAX_SMALL_TOKENS tokens.
+    """Launch a product of at most MAX_SMALL_TOKENS tokens with some slots.
 
     Args:
         x: as that of `many`.
@@ -598,8 +613,10 @@ def few(
         out: as there.
         bias: as there.
         gate: as there.
+        first_slot: as there.
     """
     (num_tokens, top_k), size_out, size_in = slots_Tk.shape, out.shape[1], x.shape[1]
+    num_slots = weight.shape[0] // (size_out if gate is None else 2 * size_out)
     is_wide = x.dtype == torch.float32
     block_n, block_k = 32, 32 if is_wide else 128
     grid, shape = few_grid(slots_Tk, weight.shape[0], size_out, block_n, is_gated=gate is not None)
@@ -610,6 +627,8 @@ def few(
         slots_Tk,
         out,
         num_tokens,
+        first_slot,
+        num_slots,
         size_out,
         size_in,
         x.stride(0),

@@ -54,7 +54,8 @@ def _few_kernel(
         release()
         wait()
     BLOCK: tl.constexpr = BLOCK_K // HALVES
-    slot, is_used, own = _slot_of(slots, num_tokens, BY_PAIR, TOP_K, BLOCK_T, BLOCK_PLACES)
+    ALL: tl.constexpr = 2147483647
+    slot, is_used, own = _slot_of(slots, num_tokens, 0, ALL, BY_PAIR, TOP_K, BLOCK_T, BLOCK_PLACES)
     if is_used:
         rows = _rows_of(slot, N, BLOCK_N, IS_GATED)
         block = tl.arange(0, BLOCK)
@@ -138,7 +139,7 @@ def few(
 
 @triton.jit
 def _many_kernel(
-    x, values, high, scale, zero, low, subscale, sublow, table, bias, order, starts, tile_ends, out,
+    x, values, high, scale, zero, low, subscale, sublow, table, bias, order, starts, all_tiles, out,
     N, K, S, row_bytes, high_bytes, groups, subgroups, stride_x,
     KIND: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, SUBGROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_LOW: tl.constexpr, HAS_SUBSCALE: tl.constexpr,
@@ -148,7 +149,7 @@ def _many_kernel(
     LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = BLOCK_K // HALVES
-    slot, tile = _slot_of_tile(tile_ends, S, BLOCK_S)
+    slot, tile = _slot_of_tile(all_tiles, 0, S, BLOCK_S)
     if slot < S:
         pairs, is_pair = _pairs_of_tile(order, starts, slot, tile, BLOCK_M)
         x_rows = pairs
@@ -197,7 +198,6 @@ def many(
     x: torch.Tensor,
     weight: Quantised,
     pairs: SortedPairs,
-    top_k: int,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     gate: Gate | None = None,
@@ -208,13 +208,12 @@ def many(
         x: as that of kernels.triton.experts.many, and so are the others.
         weight: its columns in their own order.
         pairs: as there.
-        top_k: as there.
         out: as there.
         bias: as there.
         gate: as there.
     """
     assert weight.columns is None
-    size_out, size_in, num_slots = out.shape[1], x.shape[1], pairs.tile_ends.shape[0]
+    size_out, size_in, num_slots = out.shape[1], x.shape[1], pairs.tiles.shape[0] - 1
     tile = grouped_tile(pairs.block_m, x.dtype)
     _many_kernel[(triton.cdiv(size_out, tile.block_n), pairs.most_tiles)](
         x,
@@ -222,7 +221,7 @@ def many(
         weight.values if bias is None else bias,
         pairs.order,
         pairs.starts,
-        pairs.tile_ends,
+        pairs.tiles,
         out,
         size_out,
         size_in,
@@ -230,7 +229,7 @@ def many(
         *_sizes(weight),
         x.stride(0),
         **_meaning(weight),
-        TOP_K=top_k,
+        TOP_K=pairs.top_k,
         BLOCK_S=triton.next_power_of_2(num_slots),
         BLOCK_M=pairs.block_m,
         BLOCK_N=tile.block_n,

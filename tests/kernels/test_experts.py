@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from kernels import sizes
+from kernels.ops import codes, quantised
 from kernels.ops import experts as ops
 from kernels.ops.checks import KernelArgumentError
 from kernels.ref import experts as ref
-from kernels.sizes import MAX_SMALL_TOKENS
+from kernels.sizes import MAX_SMALL_TOKENS, restored_experts
 from tests.kernels.quantised_cases import CASES as EVERY_CASE
 from tests.kernels.quantised_cases import Case, make
 from tests.slow import slow
@@ -21,22 +23,11 @@ def kernel_route(logits, top_k, **given):
     return triton.route(logits, top_k, **({"renormalise": False, "rounds": False} | given))
 
 
-def kernel_products(x, w13, w2, slots, *, is_gelu=False, biases=(None, None), clamp=None):
+def kernel_products(x, w13, w2, slots, **given):
     """Run the kernels of Triton on any device; pairs without a block are zeros."""
-    from kernels.triton import experts as triton
-
-    (num_tokens, top_k), ffn = slots.shape, w2.shape[1]
-    hidden = x.new_zeros((num_tokens * top_k, ffn))
-    out = x.new_zeros((num_tokens * top_k, x.shape[1]))
-    gate = triton.Gate(is_gelu, clamp)
-    if num_tokens <= MAX_SMALL_TOKENS:
-        triton.few(x, w13, slots, hidden, biases[0], gate)
-        triton.few(hidden, w2, slots, out, biases[1])
-    else:
-        pairs = triton.sort_pairs(slots, w13.shape[0] // (2 * ffn), x.dtype)
-        triton.many(x, w13, pairs, top_k, hidden, biases[0], gate)
-        triton.many(hidden, w2, pairs, top_k, out, biases[1])
-    return out.view(num_tokens, top_k, -1)
+    out = x.new_zeros((*slots.shape, x.shape[1]))
+    ops._products_in_parts(x, w13, w2, slots, out, **given)
+    return out
 
 
 def twin_products(x, w13, w2, slots, **given):
@@ -156,6 +147,98 @@ def test_parts_of_a_step_make_what_the_whole_does(device, rng, total):
     assert torch.equal(parts, whole)
 
 
+NUM_EXPERTS = 7
+
+
+def packed_of(weight, form, rng):
+    """Return a bfloat16 matrix in codes, or a random one of 4 bits of the same shape."""
+    if form == "codes":
+        return codes.pack(weight)
+    return make(EVERY_CASE[1], *weight.shape, torch.bfloat16, rng)
+
+
+PARTS = [
+    # tokens, how experts are kept, how many are restored together
+    (70, "codes", 1),
+    (70, "codes", 3),
+    (70, "uint4", 5),
+    (70, "uint4", NUM_EXPERTS),
+    (9, "codes", 3),
+    slow(40, "codes", 2),
+    slow(130, "uint4", 4),
+]
+
+
+@pytest.mark.parametrize(("total", "form", "together"), PARTS)
+def test_experts_restored_in_parts_make_what_a_whole_matrix_does(
+    device, rng, monkeypatch, total, form, together
+):
+    """The last part has fewer, some experts have no tokens, and some pairs no expert."""
+    monkeypatch.setattr(sizes, "_EXPERTS_BYTES", together * 128 * 64 * 2)
+    x = torch.randn((total, 64), generator=rng, device=device).bfloat16()
+    plain = weights_of(NUM_EXPERTS, 64, 64, torch.bfloat16, rng)
+    slots = slots_of("holes", total, 3, NUM_EXPERTS, rng)
+    slots[(slots == 2) | (slots == NUM_EXPERTS - 1)] = -1
+    biases, restore = None, quantised.restore
+    if form == "codes":
+        biases = tuple(torch.randn(len(e), generator=rng, device=device).bfloat16() for e in plain)
+        restore = codes.restore
+    packed = [packed_of(each, form, rng) for each in plain]
+    memory = torch.empty(together * 128 * 64 * 2, dtype=torch.uint8, device=device)
+    parts = [each.with_scratch(memory, NUM_EXPERTS) for each in packed]
+    rows = [each.scratch.shape[0] for each in parts]
+    assert rows == [together * 128, min(NUM_EXPERTS, 2 * together) * 64]
+    found = kernel_products(x, *parts, slots, biases=biases)
+    assert torch.equal(found, kernel_products(x, *map(restore, packed), slots, biases=biases))
+    expected = twin_products(x, *packed, slots, biases=biases)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=6e-2)
+    assert not found[slots < 0].any()
+
+
+@pytest.mark.parametrize("case", EVERY_CASE, ids=str)
+def test_rows_of_a_quantised_matrix(device, rng, case):
+    weight = make(case, 72, 512, torch.bfloat16, rng)
+    whole = quantised.restore(weight)
+    for start, stop in ((0, 16), (16, 64), (48, 72)):
+        assert torch.equal(quantised.restore(weight.rows(start, stop)), whole[start:stop])
+
+
+def test_rows_of_codes(device, rng):
+    weight = torch.randn((64, 128), generator=rng, device=device).bfloat16()
+    weight[::7, 3] *= 2.0**40  # bits that are in the table
+    packed = codes.pack(weight)
+    for start, stop in ((0, 16), (16, 48), (48, 64)):
+        assert torch.equal(codes.restore(packed.rows(start, stop)), weight[start:stop])
+
+
+def test_without_scratch_experts_are_restored_in_a_few_mebibytes(monkeypatch):
+    monkeypatch.setattr(sizes, "_EXPERTS_BYTES", 3 * 2 * 64 * 64 + 100)
+    weight = codes.pack(torch.ones((7 * 64, 64), dtype=torch.bfloat16))
+    bias = torch.arange(7 * 64)
+    found = [
+        (first, part.shape[0], part.data_ptr(), own.tolist())
+        for first, part, own in ops._restored_parts(weight, 7, bias)
+    ]
+    assert [(first, rows) for first, rows, _, _ in found] == [(0, 192), (3, 192), (6, 64)]
+    assert len({place for _, _, place, _ in found}) == 1
+    assert [row for _, _, _, own in found for row in own] == bias.tolist()
+
+
+@pytest.mark.parametrize(
+    ("sizes_of_experts", "count"),
+    [
+        ((128, 2 * 768, 2048, 2), 10),  # w13 of Qwen3 30B-A3B
+        ((128, 2048, 768, 2), 21),
+        ((8, 2 * 14336, 4096, 2), 1),  # w13 of Mixtral: one is more
+        ((6, 64, 64, 2), 6),
+        ((128, 24, 2**18, 2), 4),  # two have whole tiles
+        ((128, 40, 2**24, 2), 2),
+    ],
+)
+def test_experts_that_are_restored_together_have_a_bound(sizes_of_experts, count):
+    assert restored_experts(*sizes_of_experts) == count
+
+
 MXFP4 = Case("table4", 32, scale_dtype=torch.uint8)
 
 
@@ -172,8 +255,8 @@ def quantised_products(x, w13, w2, slots, biases):
         quantised_experts.few(hidden, w2, slots, out, biases[1])
     else:
         pairs = triton.sort_pairs(slots, w13.num_rows // (2 * w2.num_columns), x.dtype)
-        quantised_experts.many(x, w13, pairs, slots.shape[1], hidden, biases[0], gate)
-        quantised_experts.many(hidden, w2, pairs, slots.shape[1], out, biases[1])
+        quantised_experts.many(x, w13, pairs, hidden, biases[0], gate)
+        quantised_experts.many(hidden, w2, pairs, out, biases[1])
     return out.view(*slots.shape, -1)
 
 

@@ -95,6 +95,27 @@ def test_banks_get_what_is_left_beside_one_sequence(gib: float, length: int) -> 
     assert plan.gpu_items["expert_banks"] <= per_slot
 
 
+def test_four_bits_and_52000_tokens_fit_24_gib() -> None:
+    """Steps of 1024 tokens restore a few experts at a time, so that all weights stay resident."""
+    quantization = {
+        "method": "awq",
+        "schemes": [{"layout": "awq", "bits": 4, "group": 128}],
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+    }
+    changes = {"max_position_embeddings": 262144, "dtype": "float16"}
+    spec = replace(A3B, quantization=quantization, **changes)
+    config = asked(24.0, length=52_000, spec=spec)
+    config = replace(
+        config, engine=replace(config.engine, max_num_seqs=1, max_num_batched_tokens=1024)
+    )
+    plan = plan_memory(config, spec, H200)
+    assert plan.holds_one
+    assert not plan.offloaded_layers
+    assert plan.kv.host_blocks == (0,)
+    assert plan.gpu_items["restore"] == 21 * 2048 * 768 * 2  # experts of the second product
+    assert plan.gpu_total_bytes <= plan.gpu_budget_bytes <= 21.6 * GIB
+
+
 def test_slots_that_are_set_leave_the_rest_to_kv() -> None:
     few, many = (
         planned(offload_backend="experts", experts=ExpertOffloadConfig(expert_slots=count))
