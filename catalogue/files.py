@@ -80,7 +80,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class _Loader(_Safe):
-    """Loads plain data, with the numbers of YAML 1.2 and of Hydra: 1e-6 is one."""
+    """Loads plain data, with the numbers of YAML 1.2 and of Hydra: 1e-6 is one.
+
+    A key that a mapping has twice is an error, as it is for Hydra.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping's plain data."""
+        seen = set[str]()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found the key {key.value!r} twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

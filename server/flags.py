@@ -255,6 +255,8 @@ def _read(file: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"config: {file}: there is no setting {key!r}.{did_you_mean(name, names)}"
             )
+        if name in found:
+            raise ConfigError(f"config: {file}: expected {name} once, got it twice. Remove one.")
         found[name] = value
     return found
 

@@ -79,6 +79,14 @@ def test_a_file_has_flat_keys_and_the_command_line_wins(tmp_path: Path) -> None:
         parse(["m", "--config", str(file)])
 
 
+@pytest.mark.parametrize("keys", ["port: 1\nport: 2", "max-num-seqs: 1\nmax_num_seqs: 2"])
+def test_a_key_that_a_file_has_twice_is_refused(tmp_path: Path, keys: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"model: olmo7b\n{keys}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="twice"):
+        parse(["--config", str(file)])
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
