@@ -10,7 +10,7 @@ from kernels.ops import codes, experts
 from kernels.ref import experts as ref
 from kernels.ref import quantised as ref_quantised
 from tests.kernels.quantised_cases import CASES, make
-from tests.kernels.test_experts import slots_of, weights_of
+from tests.kernels.test_experts import MXFP4, slots_of, weights_of
 
 pytestmark = pytest.mark.gpu
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -163,3 +163,28 @@ def test_a_captured_step_routes_anew(num_tokens, rng):
         assert torch.equal(found, step())
         if seed == 1:
             assert not found[num_tokens // 2 :].any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF, FLOAT], ids=str)
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_biases_and_a_clamped_gate_equal_twin(is_plain, dtype, rng):
+    """Plain experts, and those of MXFP4, of which a call restores none but in registers."""
+    top_k, num_slots, hidden, ffn = 4, 8, 320, 192
+    w13, w2 = weights_of(num_slots, hidden, ffn, dtype, rng)
+    exact = w13.float(), w2.float()
+    if not is_plain:
+        w13 = make(MXFP4, num_slots * 2 * ffn, hidden, dtype, rng)
+        w2 = make(MXFP4, num_slots * hidden, ffn, dtype, rng)
+        exact = tuple(ref_quantised.restore(each).float() for each in (w13, w2))
+    biases = tuple(drawn(len(each), 1, dtype, rng).flatten() for each in exact)
+    for num_tokens in (1, 17, 64, 65, 300):
+        x = drawn(num_tokens, hidden, dtype, rng)
+        slots = slots_of("uniform", num_tokens, top_k, num_slots, rng)
+        out = torch.empty((*slots.shape, hidden), dtype=dtype, device=x.device)
+        experts.experts_products(x, w13, w2, slots, out, biases=biases, clamp=(0.7, 1.702))
+        expected = torch.empty_like(out, dtype=FLOAT)
+        of_bias = tuple(each.float() for each in biases)
+        given = {"biases": of_bias, "clamp": (0.7, 1.702)}
+        ref.experts_products(x.float(), *exact, slots, expected, **given)
+        tolerance = {BF16: 3e-2, HALF: 4e-3, FLOAT: 1e-4}[dtype]
+        torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
