@@ -38,6 +38,7 @@ ARCHITECTURES: Final = MappingProxyType(
         "llama": "llama",
         "qwen2": "qwen2",
         "qwen2moe": "qwen2_moe",
+        "olmoe": "olmoe",
         "qwen3": "qwen3",
         "qwen3moe": "qwen3_moe",
         "gemma3": "gemma3_text",
@@ -344,7 +345,9 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         "model_type": kind,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": value("feed_forward_length"),
+        "intermediate_size": value(
+            "feed_forward_length", value("expert_feed_forward_length", 0) or None
+        ),
         "num_hidden_layers": value("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": value("attention.head_count_kv", heads),

@@ -26,6 +26,18 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
 }
 GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
@@ -33,7 +45,13 @@ GEMMA = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+}
 WIDE: dict[str, Any] = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows of whole blocks of 256."""
 GEMMA_SIZES: dict[str, Any] = {
@@ -103,14 +121,16 @@ def write_gguf(
     if change is not None:
         change(writer)
     rng, meant = np.random.default_rng(7), {}
-    tensors = load_file(plain / "model.safetensors")
+    tensors = _with_experts_joined(load_file(plain / "model.safetensors"))
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in tensors.items():
         turns = heads.get(name.split(".")[-2], 0) if arch == "llama" else 0
         values = rotated(tensor, turns) if turns else tensor
         if arch == "gemma3" and name.endswith("norm.weight"):
             values = values + 1
-        theirs, kind = their_name(name, arch), type_of(name) if tensor.dim() == 2 else Kind.F32
+        is_router = name.endswith((".gate.weight", "shared_expert_gate.weight"))
+        is_plain = tensor.dim() == 1 or is_router
+        theirs, kind = their_name(name, arch), Kind.F32 if is_plain else type_of(name)
         if kind in {Kind.Q4_K, Kind.Q5_K, Kind.Q6_K}:
             data = random_blocks(kind, tuple(values.shape), rng)
         else:
@@ -122,7 +142,10 @@ def write_gguf(
             read = read - 1
         tensors[name] = read
         if kind not in {Kind.F32, Kind.F16, Kind.BF16}:
-            meant[name] = read
+            meant |= _of_experts(name, read)
+    tensors = {
+        ours: x for name, found in tensors.items() for ours, x in _of_experts(name, found).items()
+    }
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -130,6 +153,33 @@ def write_gguf(
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     [first, *_] = sorted(folder.glob("*.gguf"))
     return first, plain, meant
+
+
+def _with_experts_joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with those of a layer's experts as one, [experts, rows, columns]."""
+    found, experts = {}, dict[str, dict[int, torch.Tensor]]()
+    for name, tensor in tensors.items():
+        before, middle, rest = name.partition(".experts.")
+        if not middle:
+            found[name] = tensor
+            continue
+        number, _, ending = rest.partition(".")
+        experts.setdefault(f"{before}.experts.{ending}", {})[int(number)] = tensor
+    return found | {
+        name: torch.stack([each[number] for number in sorted(each)])
+        for name, each in experts.items()
+    }
+
+
+def _of_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return one tensor for each expert again; others as they are."""
+    before, middle, ending = name.partition(".experts.")
+    if not middle:
+        return {name: tensor}
+    return {
+        f"{before}.experts.{number}.{ending}": each.contiguous()
+        for number, each in enumerate(tensor)
+    }
 
 
 def _back(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -156,6 +206,13 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     if own["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(own["factor"])
+    if (count := getattr(config, "num_local_experts", getattr(config, "num_experts", 0))) > 0:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if size := getattr(config, "moe_intermediate_size", 0):
+            writer.add_expert_feed_forward_length(size)
+        if size := getattr(config, "shared_expert_intermediate_size", 0):
+            writer.add_expert_shared_feed_forward_length(size)
     if config.model_type == "gemma3_text":
         writer.add_sliding_window(config.sliding_window)
     if own["rope_type"] == "llama3":

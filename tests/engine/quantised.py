@@ -344,7 +344,8 @@ def write(
     stored = {name: each.to(getattr(torch, dtype)) for name, each in tensors.items()}
     for name, weight in tensors.items():
         module = name.removesuffix(".weight")
-        if weight.dim() != 2 or name in {EMBEDDING, HEAD} or module in keep:
+        is_router = module.endswith((".gate", ".shared_expert_gate"))
+        if weight.dim() != 2 or name in {EMBEDDING, HEAD} or module in keep or is_router:
             continue
         arrays, meant[name] = way.make(weight, rng)
         del stored[name]
