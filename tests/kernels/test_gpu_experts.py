@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels import sizes
 from kernels.arguments import Codes, Quantised
 from kernels.ops import codes, experts
 from kernels.ref import experts as ref
@@ -86,7 +87,8 @@ def test_a_row_has_its_bits_in_every_batch_and_place(shape, dtype, rng):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_quantised_weights_have_the_bits_of_restored_ones(case, rng):
+def test_quantised_weights_have_the_bits_of_restored_ones(case, rng, monkeypatch):
+    monkeypatch.setattr(sizes, "_EXPERTS_BYTES", 2**24)  # of many tokens in parts
     for top_k, num_slots, hidden, ffn in ((8, 16, 2048, 768), (2, 5, 256, 320)):
         made = [
             replace(make(case, rows, columns, BF16, rng), columns=None)
@@ -100,7 +102,8 @@ def test_quantised_weights_have_the_bits_of_restored_ones(case, rng):
             assert torch.equal(found, products(x, *plain, slots).view(torch.int16)), num_tokens
 
 
-def test_codes_have_the_bits_of_restored_weights(rng):
+def test_codes_have_the_bits_of_restored_weights(rng, monkeypatch):
+    monkeypatch.setattr(sizes, "_EXPERTS_BYTES", 2**24)  # of many tokens in parts
     for top_k, num_slots, hidden, ffn in ((8, 16, 2048, 768), (2, 5, 256, 320)):
         plain = weights_of(num_slots, hidden, ffn, BF16, rng)
         made = [codes.pack(weight) for weight in plain]
