@@ -62,7 +62,7 @@ def test_a_file_has_flat_keys_and_the_command_line_wins(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
         f"model: olmo7b\nmax-model-len: 4096\nmax_num_seqs: 4\nkv-transfer-config: {TRANSFER}\n"
-        "enable-prefix-caching: true\nserved-model-name: [a, b]\ndrain-s: 5\n",
+        "enable-prefix-caching: true\nserved-model-name: [a, 0e9e]\ndrain-s: 5\n",
         encoding="utf-8",
     )
     asked = parse(["--config", str(file), "--max-num-seqs", "8"])
@@ -73,7 +73,7 @@ def test_a_file_has_flat_keys_and_the_command_line_wins(tmp_path: Path) -> None:
         "kv_transfer_config": TRANSFER,
         "enable_prefix_caching": True,
     }
-    assert (asked.server.served_model_name, asked.server.drain_s) == (["a", "b"], 5)
+    assert (asked.server.served_model_name, asked.server.drain_s) == (["a", "0e9e"], 5)
     file.write_text("max-model-length: 4096\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="Did you mean max_model_len"):
         parse(["m", "--config", str(file)])
