@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +14,7 @@ from console.registry.checks import FieldError, config_of, spec_of
 from console.registry.tables import Model
 from engine.asked.keywords import keywords_of
 from engine.errors import ConfigError
+from engine.model.loading import LoadConfig
 from reports.record.record import write_text_atomic
 
 MOST_TOKENS: Final = 128
@@ -25,8 +26,7 @@ WARMUP: Final = 2
 PROFILES: Final = ".profiles"
 """Folder of a sweep with a file for each profile."""
 _OF_MODEL: Final = "model."
-"""Keys of the model, which are chosen by its name but for those below."""
-_MODEL: Final = ("load_format", "keep_lossless", "quantize", "routing")
+"""Keys of the model, which are chosen by its name but for those of LoadConfig."""
 _SAID: Final = ("offload.offload_backend", "planner.choose", "facts_folder", "kept_folder")
 """Keys that a file of conf/offload sets, and those that are no choice."""
 _OF_WAY: Final[Mapping[str, tuple[str, ...]]] = {
@@ -81,7 +81,8 @@ def asked_of(settings: Mapping[str, Any], model: Model) -> Asked:
         is_said = setting.path in _SAID or setting.path.startswith(_OF_MODEL)
         if not is_said and (value != setting.default or setting.path in _OF_WAY.get(way, ())):
             values[setting.path] = list(value) if isinstance(value, list) else value
-    values |= {f"model.{name}": settings[name] for name in _MODEL if name in settings}
+    loading = [field.name for field in fields(LoadConfig) if field.name in settings]
+    values |= {f"{_OF_MODEL}{name}": settings[name] for name in loading}
     return Asked(groups={"offload": way}, values=values)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.kv import KVConfig, KVTransferConfig
-from engine.asked.offload import OffloadConfig
+from engine.asked.offload import BACKENDS, OffloadConfig
 from engine.errors import SPOKEN, ConfigError, EngineError, did_you_mean
 from engine.model.spec import ModelSpec
 from engine.sealed import Setting, describe_type, from_plain, settings, without_null
@@ -146,12 +146,20 @@ def _refuse(name: str, value: object, every: list[str]) -> None:
     if name not in NOT_SUPPORTED:
         hint = did_you_mean(name, every) or f" Known: {', '.join(every)}."
         if name == "offload":  # what a configuration and a command line call it
-            word = "choose=True" if value == "auto" else f"offload_backend={value!r}"
-            hint = f" Did you mean {word}?"
+            hint = _for_offload(value)
         raise ConfigError(f"LLM: unknown keyword {name!r}.{hint}")
     inert, why = NOT_SUPPORTED[name]
     if not any(value is each or (each is not None and value == each) for each in inert):
         raise ConfigError(f"{name}={value!r}: not supported: {why}")
+
+
+def _for_offload(value: object) -> str:
+    """Return what says in Python what offload= does on a command line."""
+    if value in (None, "none"):
+        return " Remove it: that is the default."
+    words = {"auto": "choose=True"} | {each: f"offload_backend={each!r}" for each in BACKENDS[1:]}
+    meant = [word for name, word in words.items() if name == value] or words.values()
+    return f" Did you mean {' or '.join(meant)}?"
 
 
 def _offload(

@@ -196,7 +196,7 @@ def why_plain(tensor: TensorSpec, spec: ModelSpec, dtype: str = DTYPE) -> str:
     if len(tensor.shape) != 2:
         return "no matrix"
     if tensor.name in spec.formats(dtype):
-        return "quantised in the checkpoint"
+        return "quantised in the checkpoint" if spec.quantization else "in another order there"
     if tensor.name == EMBEDDING and not spec.tie_word_embeddings:
         return "looked up by row"
     if not LOSSLESS.holds(tensor, dtype):

@@ -84,7 +84,10 @@ EXPERT_WAYS: Final[Mapping[str, tuple[OffloadConfig, PlannerConfig]]] = {
     "none": (OffloadConfig(), PlannerConfig()),
     "experts": (OffloadConfig(offload_backend="experts"), PlannerConfig()),
     "experts_in_place": (
-        OffloadConfig(offload_backend="uva", uva=UVAOffloadConfig(cpu_offload_params=["experts"])),
+        OffloadConfig(
+            offload_backend="uva",
+            uva=UVAOffloadConfig(cpu_offload_gb=1000.0, cpu_offload_params=["experts"]),
+        ),
         PlannerConfig(auto_fields=["cpu_offload_gb"]),
     ),
     "experts_prefetch": (

@@ -35,11 +35,14 @@ def can_run(x: torch.Tensor, w13: object, w2: object, ffn: int) -> bool:
     fits = hidden % 64 == 0 and ffn % 64 == 0 and 0 < x.shape[0] <= MAX_SMALL_TOKENS
     if x.dtype == torch.float32 or not fits or capability(x.device) < LEAST_CAPABILITY:
         return False
-    return all(
-        weight.stride(0) % 8 == 0 and weight.stride(1) == 1 and weight.data_ptr() % 16 == 0
-        for weight in (w13, w2)
-        if isinstance(weight, torch.Tensor)
-    )
+    return _is_read(w13) and _is_read(w2)
+
+
+def _is_read(weight: object) -> bool:
+    """Tell whether there is a loader of a weight as it lies."""
+    if isinstance(weight, torch.Tensor):
+        return weight.stride(0) % 8 == 0 and weight.stride(1) == 1 and weight.data_ptr() % 16 == 0
+    return not isinstance(weight, Quantised) or weight.scale.dtype != torch.uint8
 
 
 def experts_tile(num_tokens: int, loader: Loader, shared_bytes: int, *, is_gated: bool) -> Tile:

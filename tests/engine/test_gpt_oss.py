@@ -14,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine.errors import CheckpointError, ConfigError
 from engine.model.checkpoint import read_folder
 from engine.model.formats import align
+from engine.model.lossless import why_plain
 from engine.model.quantised import sources_of
 from engine.model.schemes import MXFP4, Scheme
 from engine.model.spec import W2, W2_BIAS, W13, W13_BIAS, ModelSpec
@@ -211,5 +212,8 @@ def test_what_is_not_supported_is_refused(packed: Callable[..., Packed], tiny: T
     other = config | {"model_type": "mixtral", "swiglu_limit": None}
     with pytest.raises(CheckpointError, match=r"quant_method='mxfp4' with model_type='mixtral'"):
         ModelSpec.from_hf_config(other)
+    plain = read_folder(tiny.folder("gpt_oss")).spec
+    experts = [tensor for tensor in plain.tensors() if tensor.name.endswith(W13)]
+    assert {why_plain(tensor, plain) for tensor in experts} == {"in another order there"}
     with pytest.raises(ConfigError, match=r"quantize=int4: expected matrices row after row"):
         open_llm(tiny.folder("gpt_oss"), quantize="int4")

@@ -234,8 +234,15 @@ def test_keywords_of_other_engines_are_refused_with_the_reason() -> None:
             assert str(caught.value) == f"{name}='other': not supported: {why}"
     with pytest.raises(ConfigError, match="unknown keyword 'quantisation'"):
         config_from_keywords("x", {"quantisation": None})
-    for value, words in (("uva", "offload_backend='uva'"), ("auto", "choose=True")):
-        with pytest.raises(ConfigError, match=f"keyword 'offload'. Did you mean {words}"):
+    for value, words in (
+        ("uva", "Did you mean offload_backend='uva'?"),
+        ("auto", "Did you mean choose=True?"),
+        ("none", "Remove it: "),
+        (None, "Remove it: "),
+        ("half", "Did you mean choose=True or offload_backend='uva' or .*='experts'?"),
+        ({}, "Did you mean choose=True or "),
+    ):
+        with pytest.raises(ConfigError, match=f"keyword 'offload'. {words}"):
             config_from_keywords("x", {"offload": value})
     with pytest.raises(ConfigError, match=r"trust_remote_code=True: not supported: no code of"):
         config_from_keywords("x", {"trust_remote_code": True})

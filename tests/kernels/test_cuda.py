@@ -15,6 +15,7 @@ from kernels.cuda import driver, experts, loaders, products
 from kernels.cuda.driver import Kernel
 from kernels.cuda.restore import restore_kernel
 from kernels.ops import codes, linear, quantised
+from tests.kernels.quantised_cases import CASES, Case, make
 from tests.slow import slow
 
 KIB = 1024
@@ -104,6 +105,16 @@ def test_blocks_of_experts_fit_every_card_and_add_in_one_order(capability, is_ga
         if loader.steps > 1 and tile.num_tiles <= 2:
             assert tile.stages % loader.steps == 0
             assert tile.stages >= 2 * loader.steps
+
+
+def test_experts_with_exponents_as_scales_run_elsewhere(monkeypatch, rng):
+    monkeypatch.setattr(experts, "capability", lambda _: (9, 0))
+    x = torch.zeros((1, 64), dtype=torch.bfloat16)
+    w13, w2 = (make(CASES[1], rows, 64, torch.bfloat16, rng) for rows in (256, 128))
+    assert experts.can_run(x, w13, w2, 64)
+    exponents = Case("table4", 32, scale_dtype=torch.uint8)
+    w13, w2 = (make(exponents, rows, 64, torch.bfloat16, rng) for rows in (256, 128))
+    assert not experts.can_run(x, w13, w2, 64)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine.model.spec import ModelSpec
+from engine.plan.cards import DeviceFacts
 from engine.plan.choose import GAIN, NOTHING
-from engine.plan.memory import DeviceFacts, MemoryPlan
+from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
 from engine.plan.queue import QUEUE_REQUESTS
 from tests.engine.plan.test_choose import ask, choose, conf_spec

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from harness.__main__ import main
+from harness.config.compose import Composer
 from harness.forecast import choosing
-from harness.forecast.choosing import card_row, model_row
+from harness.forecast.choosing import EXPERT_WAYS, card_row, model_row
 from tests.contracts.project import ROOT
 from tests.slow import slow
 
@@ -43,6 +44,13 @@ def test_a_row_says_what_stays_on_each_card() -> None:
         assert found is not None
         assert float(found[1]) < float(found[2])
     assert re.fullmatch(r"3\.\d GiB off \d+\.\d, 4-bit \d+\.\d", cells["rtx3060_12gb"])
+
+
+def test_ways_of_experts_are_the_choices_of_conf() -> None:
+    composer = Composer()
+    for way, (offload, planner) in EXPERT_WAYS.items():
+        (point,) = composer.plan(["+model=olmoe_1b_7b", f"offload={way}"]).points
+        assert (point.config.offload, point.config.planner) == (offload, planner), way
 
 
 @pytest.mark.slow
