@@ -16,14 +16,10 @@ from kernels.ref import quantised as ref
 from tests.kernels.cases import randn
 from tests.kernels.quantised_cases import CASES, Case, make, slowly
 from tests.kernels.tolerances import PRODUCT, assert_close
-from tests.slow import mostly_slow, slow
+from tests.slow import slow
 
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
 AFFINE, K_QUANT, TABLE = CASES[0], CASES[3], CASES[-2]
-SOME = pytest.mark.parametrize(
-    "case", mostly_slow(CASES, lambda case: case in {AFFINE, K_QUANT, TABLE}), ids=str
-)
-"""For kernels, which Triton's interpreter runs slowly."""
 RESTORED = [(AFFINE, 328), (K_QUANT, 256), (TABLE, 328)]
 # tokens, inputs, outputs
 SHAPES = [(1, 256, 72), (17, 576, 32), (40, 200, 65)]

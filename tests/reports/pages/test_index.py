@@ -16,8 +16,6 @@ from tests.reports.conftest import write_run
 from tests.reports.examples import config, no_fit_record, ok_record
 from tests.reports.pages.test_write import EVIL, read_html
 
-CSP = "Content-Security-Policy"
-
 
 def light_record(**changes):
     return ok_record(samples={}, plan=None, **changes)
