@@ -11,13 +11,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from kernels.scratch import check_scratch, scratch_of
 from kernels.sizes import (
     MAX_GROUP_ESCAPES,
     codes_table_size,
     decode_num_counters,
     decode_num_splits,
     prefill_partial_rows,
-    restored_experts,
 )
 
 CODES_PARTS: Final = ("bytes", "codes", "first", "offsets", "table")
@@ -98,7 +98,7 @@ class Codes:
                     f"which kernels read at a time, got {rest} more. Copy it to memory of its own."
                 )
         if self.scratch is not None:
-            _check_scratch("codes", self.scratch, self.shape, torch.bfloat16)
+            check_scratch("codes", self.scratch, self.shape, torch.bfloat16)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class Codes:
             memory: uint8, on the device of the products; work of one stream alone may use it.
             num_experts: of the matrix, some of which are restored together; 0: it has none.
         """
-        scratch = _scratch_of(memory, self.shape, num_experts, torch.bfloat16)
+        scratch = scratch_of(memory, self.shape, num_experts, torch.bfloat16)
         return self if scratch is None else replace(self, scratch=scratch)
 
     def rows(self, start: int, stop: int) -> "Codes":
@@ -198,32 +198,6 @@ QUANTISED_ARRAYS: Final = (
 QUANTISED_ROWS: Final = 16
 QUANTISED_TILE: Final = 64
 """Rows and columns of a tile, whose values lie side by side; the last ones are filled up."""
-
-
-def _scratch_of(
-    memory: torch.Tensor, shape: tuple[int, int], num_experts: int, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Return rows that are restored together in memory, uint8; None: they have no room there."""
-    rows, columns = shape
-    if num_experts:
-        each = rows // num_experts
-        rows = each * restored_experts(num_experts, each, columns, dtype.itemsize)
-    size = rows * columns * dtype.itemsize
-    return None if memory.numel() < size else memory[:size].view(dtype).view(rows, columns)
-
-
-def _check_scratch(
-    name: str, scratch: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
-    """Raise ValueError unless scratch has rows of a matrix of this shape."""
-    rows, columns = scratch.shape
-    is_matrix = scratch.is_contiguous() and scratch.dtype == dtype
-    if not is_matrix or columns != shape[1] or rows > shape[0]:
-        raise ValueError(
-            f"{name}.scratch: expected a contiguous matrix of at most {shape[0]} rows, {shape[1]} "
-            f"columns and {dtype}, got shape {tuple(scratch.shape)} and {scratch.dtype}. Make it "
-            "with with_scratch."
-        )
 
 
 def filled_rows(num_rows: int) -> int:
@@ -341,7 +315,7 @@ class Quantised:
             "table": ((16,), torch.float32),
         }
         if self.scratch is not None:
-            _check_scratch("quantised", self.scratch, self.shape, self.dtype)
+            check_scratch("quantised", self.scratch, self.shape, self.dtype)
         for part, (shape, dtype) in wanted.items():
             found: torch.Tensor | None = getattr(self, part)
             if found is None:
@@ -383,7 +357,7 @@ class Quantised:
             memory: uint8, on the device; kept only if the matrix has room in it.
             num_experts: of the matrix, some of which are restored together; 0: it has none.
         """
-        scratch = _scratch_of(memory, self.shape, num_experts, self.dtype)
+        scratch = scratch_of(memory, self.shape, num_experts, self.dtype)
         return self if scratch is None else replace(self, scratch=scratch)
 
     def rows(self, start: int, stop: int) -> "Quantised":
