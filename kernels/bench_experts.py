@@ -1,6 +1,6 @@
 """Cases of the benchmark: both products of layers with experts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
 
@@ -30,14 +30,11 @@ def expert_products(device: torch.device) -> Iterator[Case]:
             )
             for _ in range(num_layers)
         ]
-        kinds: dict[str, list[tuple[Weight, ...]]] = {"plain": [*layers]}
+        kinds: dict[str, Callable[[torch.Tensor], Weight]] = {"plain": _as_is}
         if model == "30B-A3B":
-            kinds["lossless"] = [tuple(map(codes.pack, each)) for each in layers]
-            draw = QUANTISED_KINDS["int4 of 128"].draw
-            kinds["int4"] = [
-                tuple(draw(w.shape[0], w.shape[1], device) for w in each) for each in layers
-            ]
-        for kind, weights in kinds.items():
+            kinds |= {"lossless": codes.pack, "int4": _in_int4}
+        for kind, make in kinds.items():
+            weights = [tuple(map(make, each)) for each in layers]
             total = sum(map(_weight_bytes, weights[0]))
             for num_tokens in (1, 4, 16, 64, 512, 2048):
                 draws = torch.rand((num_tokens, num_experts), device=device)
@@ -52,6 +49,16 @@ def expert_products(device: torch.device) -> Iterator[Case]:
                     num_flops=6 * num_tokens * top_k * hidden * ffn,
                     num_layers=num_layers,
                 )
+
+
+def _as_is(weight: torch.Tensor) -> Weight:
+    return weight
+
+
+def _in_int4(weight: torch.Tensor) -> Weight:
+    """Return random values of the shape."""
+    rows, columns = weight.shape
+    return QUANTISED_KINDS["int4 of 128"].draw(rows, columns, weight.device)
 
 
 def _weight_bytes(weight: Weight) -> int:
