@@ -177,7 +177,7 @@ def experts_sum(
 
 
 @triton.jit
-def _slot_of(
+def slot_of_program(
     slots, num_tokens, first_slot, S, BY_PAIR: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +206,7 @@ def _slot_of(
 
 
 @triton.jit
-def _members(own, group, BLOCK_T: tl.constexpr, GROUP: tl.constexpr):
+def load_members(own, group, BLOCK_T: tl.constexpr, GROUP: tl.constexpr):
     """Return a group of the tokens that have a pair, and their pairs; -1 where there are no more.
 
     The numbers of tokens and pairs are found by sums, each of one term that is not 0.
@@ -222,7 +222,7 @@ def _members(own, group, BLOCK_T: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(slot, N, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
+def rows_of_slot(slot, N, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
     """Return the outputs of a program, and the rows of the weight: of gates, and then of ups.
 
     Rows beyond the last of an expert are its last again.
@@ -249,7 +249,7 @@ def _activated(gate, up, IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.c
 
 
 @triton.jit
-def _store(
+def store_group(
     acc, bias, out, rows, pairs, is_member, N, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -299,19 +299,19 @@ def _multiply(
     """Multiply rows of a weight with at most GROUPS groups of tokens, and store the result."""
     inputs = tl.arange(0, BLOCK_K)
     weight_at = weight + rows[:, None] * stride_weight + inputs[None, :]
-    tokens0, pairs0, is0 = _members(own, 0, BLOCK_T, GROUP)
+    tokens0, pairs0, is0 = load_members(own, 0, BLOCK_T, GROUP)
     x0 = _rows_at(x, tokens0, pairs0, stride_x, inputs, IS_GATED)
     acc0 = tl.zeros([BLOCK_N, GROUP], dtype=tl.float32)
     acc1 = acc0
     acc2 = acc0
     acc3 = acc0
     if GROUPS > 1:
-        tokens1, pairs1, is1 = _members(own, 1, BLOCK_T, GROUP)
+        tokens1, pairs1, is1 = load_members(own, 1, BLOCK_T, GROUP)
         x1 = _rows_at(x, tokens1, pairs1, stride_x, inputs, IS_GATED)
     if GROUPS > 2:
-        tokens2, pairs2, is2 = _members(own, 2, BLOCK_T, GROUP)
+        tokens2, pairs2, is2 = load_members(own, 2, BLOCK_T, GROUP)
         x2 = _rows_at(x, tokens2, pairs2, stride_x, inputs, IS_GATED)
-        tokens3, pairs3, is3 = _members(own, 3, BLOCK_T, GROUP)
+        tokens3, pairs3, is3 = load_members(own, 3, BLOCK_T, GROUP)
         x3 = _rows_at(x, tokens3, pairs3, stride_x, inputs, IS_GATED)
     for first in range(0, K, BLOCK_K):
         if WHOLE_K:
@@ -328,21 +328,21 @@ def _multiply(
             acc2 = tl.dot(weights, tl.trans(values), acc2, input_precision="ieee")
             values = _load_tokens(x3, inputs, first, K, is3, WHOLE_K)
             acc3 = tl.dot(weights, tl.trans(values), acc3, input_precision="ieee")
-    _store(
+    store_group(
         acc0, bias, out, rows, pairs0, is0, N, BLOCK_N, GROUP, HAS_BIAS, IS_GATED, IS_GELU,
         LIMIT, ALPHA,
     )  # fmt: skip
     if GROUPS > 1:
-        _store(
+        store_group(
             acc1, bias, out, rows, pairs1, is1, N, BLOCK_N, GROUP, HAS_BIAS, IS_GATED,
             IS_GELU, LIMIT, ALPHA,
         )  # fmt: skip
     if GROUPS > 2:
-        _store(
+        store_group(
             acc2, bias, out, rows, pairs2, is2, N, BLOCK_N, GROUP, HAS_BIAS, IS_GATED,
             IS_GELU, LIMIT, ALPHA,
         )  # fmt: skip
-        _store(
+        store_group(
             acc3, bias, out, rows, pairs3, is3, N, BLOCK_N, GROUP, HAS_BIAS, IS_GATED,
             IS_GELU, LIMIT, ALPHA,
         )  # fmt: skip
@@ -359,11 +359,11 @@ def _few_kernel(
     if OVERLAPS:
         release()
         wait()
-    slot, is_used, own = _slot_of(
+    slot, is_used, own = slot_of_program(
         slots, num_tokens, first_slot, S, BY_PAIR, TOP_K, BLOCK_T, BLOCK_PLACES
     )
     if is_used:
-        rows = _rows_of(slot, N, BLOCK_N, IS_GATED)
+        rows = rows_of_slot(slot, N, BLOCK_N, IS_GATED)
         count = tl.sum((own >= 0).to(tl.int32), 0)
         # The weight is read once, however many groups there are.
         if BLOCK_T == GROUP or count <= GROUP:
@@ -380,7 +380,7 @@ def _few_kernel(
 
 
 @triton.jit
-def _slot_of_tile(tiles, first_slot, S, BLOCK_S: tl.constexpr):
+def find_slot_of_tile(tiles, first_slot, S, BLOCK_S: tl.constexpr):
     """Return the slot of a program's tile of pairs, S where there is none, and its tile there.
 
     Slots are numbered from the first of S.
@@ -394,7 +394,7 @@ def _slot_of_tile(tiles, first_slot, S, BLOCK_S: tl.constexpr):
 
 
 @triton.jit
-def _pairs_of_tile(order, starts, slot, tile, BLOCK_M: tl.constexpr):
+def load_pairs_of_tile(order, starts, slot, tile, BLOCK_M: tl.constexpr):
     """Return the pairs of a tile, and which of its places have one."""
     numbers = tl.load(starts + slot) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_pair = numbers < tl.load(starts + slot + 1)
@@ -402,7 +402,7 @@ def _pairs_of_tile(order, starts, slot, tile, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _store_tile(
+def store_tile(
     acc, up_acc, bias, out, rows, pairs, is_pair, outputs, N, HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
@@ -428,9 +428,9 @@ def _many_kernel(
     BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
-    slot, tile = _slot_of_tile(tiles, first_slot, S, BLOCK_S)
+    slot, tile = find_slot_of_tile(tiles, first_slot, S, BLOCK_S)
     if slot < S:
-        pairs, is_pair = _pairs_of_tile(order, starts + first_slot, slot, tile, BLOCK_M)
+        pairs, is_pair = load_pairs_of_tile(order, starts + first_slot, slot, tile, BLOCK_M)
         x_rows = pairs
         if IS_GATED:
             x_rows = pairs // TOP_K
@@ -455,7 +455,7 @@ def _many_kernel(
                 else:
                     weights = tl.load(up_at + first, mask=(inputs < K - first)[None, :], other=0.0)
                 up_acc = tl.dot(values, tl.trans(weights), up_acc, input_precision="ieee")
-        _store_tile(
+        store_tile(
             acc, up_acc, bias, out, rows, pairs, is_pair, outputs, N, HAS_BIAS, IS_GATED, IS_GELU,
             LIMIT, ALPHA,
         )  # fmt: skip

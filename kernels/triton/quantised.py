@@ -23,7 +23,7 @@ _RESTORE_TILES = 2
 
 
 @triton.jit
-def _columns(block, HALVES: tl.constexpr):
+def columns_of_step(block, HALVES: tl.constexpr):
     """Return the column of each place of a block's half 0; those of half 1 are 8 further."""
     columns = block
     if HALVES == 2:
@@ -69,7 +69,7 @@ def _of_groups(
     """
     RUN: tl.constexpr = (16 if SIZE == 16 else 32 if SIZE == 32 else 64) // HALVES
     COUNT: tl.constexpr = BLOCK // RUN
-    starts = _columns(tl.arange(0, COUNT) * RUN, HALVES) + first + half * 8
+    starts = columns_of_step(tl.arange(0, COUNT) * RUN, HALVES) + first + half * 8
     numbers = tl.minimum(starts // SIZE, count - 1) * 16
     found = tl.load(at + _row_places(rows, count, 2, 1)[:, None] + numbers[None, :]).to(tl.float32)
     spread = tl.broadcast_to(found[:, :, None], [BLOCK_N, COUNT, RUN])
@@ -77,7 +77,7 @@ def _of_groups(
 
 
 @triton.jit
-def _restored(
+def restore_values(
     bytes_,
     high,
     scale,
@@ -149,7 +149,7 @@ def _restored(
 
 
 @triton.jit
-def _upper_bits(at, rows, row_bytes, first, half, tiles, block, HIGH_BITS: tl.constexpr):
+def upper_bits_of(at, rows, row_bytes, first, half, tiles, block, HIGH_BITS: tl.constexpr):
     """Load the bits above the low four of one half of a block; zero where there are none."""
     found = block[None, :] * 0
     if HIGH_BITS:
@@ -173,7 +173,7 @@ def _upper_bits(at, rows, row_bytes, first, half, tiles, block, HIGH_BITS: tl.co
 
 
 @triton.jit
-def _bytes_of(at, rows, row_bytes, first, tiles, block, HALVES: tl.constexpr):
+def bytes_of_values(at, rows, row_bytes, first, tiles, block, HALVES: tl.constexpr):
     """Load the bytes of a block, [BLOCK_N, BLOCK]."""
     row_places = _row_places(rows, row_bytes, 64, 8 // HALVES)
     places = first // 64 * (1024 // HALVES) + _value_places(block, HALVES)
@@ -235,7 +235,7 @@ def _linear_kernel(
     rows = tl.minimum(outputs, N - 1).to(tl.int64)
     tokens = tl.arange(0, BLOCK_T)
     block = tl.arange(0, BLOCK)
-    places = _columns(block, HALVES)
+    places = columns_of_step(block, HALVES)
     tiles = tl.cdiv(K, 64)
     is_token = (tokens < num_tokens)[:, None]
     x_at = x + tokens.to(tl.int64)[:, None] * stride_x
@@ -248,26 +248,26 @@ def _linear_kernel(
     if OVERLAPS:
         wait()
     for first in range(begin, end, BLOCK_K):
-        bytes_ = _bytes_of(values, rows, row_bytes, first, tiles, block, HALVES)
+        bytes_ = bytes_of_values(values, rows, row_bytes, first, tiles, block, HALVES)
         up_bytes = bytes_
         if IS_GATED:
-            up_bytes = _bytes_of(values, rows + N, row_bytes, first, tiles, block, HALVES)
+            up_bytes = bytes_of_values(values, rows + N, row_bytes, first, tiles, block, HALVES)
         for half in tl.static_range(HALVES):
             inputs = first + half * 8 + places
             mask = is_token & (inputs < K)[None, :]
             tokens_in = tl.load(x_at + inputs[None, :], mask=mask, other=0.0)
-            upper = _upper_bits(high, rows, high_bytes, first, half, tiles, block, HIGH_BITS)
-            weights = _restored(
+            upper = upper_bits_of(high, rows, high_bytes, first, half, tiles, block, HIGH_BITS)
+            weights = restore_values(
                 bytes_, upper, scale, zero, low, subscale, sublow, table, rows, groups, subgroups,
                 first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW, HAS_SUBSCALE,
                 HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
             )  # fmt: skip
             acc = tl.dot(weights.to(x.dtype.element_ty), tl.trans(tokens_in), acc)
             if IS_GATED:
-                upper = _upper_bits(
+                upper = upper_bits_of(
                     high, rows + N, high_bytes, first, half, tiles, block, HIGH_BITS
                 )
-                weights = _restored(
+                weights = restore_values(
                     up_bytes, upper, scale, zero, low, subscale, sublow, table, rows + N, groups,
                     subgroups, first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW,
                     HAS_SUBSCALE, HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
@@ -342,15 +342,15 @@ def _rows_kernel(
     block = tl.arange(0, BLOCK)
     first = tl.program_id(1) * BLOCK_K
     tiles = tl.cdiv(K, 64)
-    bytes_ = _bytes_of(values, rows, row_bytes, first, tiles, block, HALVES)
+    bytes_ = bytes_of_values(values, rows, row_bytes, first, tiles, block, HALVES)
     for half in tl.static_range(HALVES):
-        upper = _upper_bits(high, rows, high_bytes, first, half, tiles, block, HIGH_BITS)
-        weights = _restored(
+        upper = upper_bits_of(high, rows, high_bytes, first, half, tiles, block, HIGH_BITS)
+        weights = restore_values(
             bytes_, upper, scale, zero, low, subscale, sublow, table, rows, groups, subgroups,
             first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW, HAS_SUBSCALE,
             HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
         )  # fmt: skip
-        columns = first + half * 8 + _columns(block, HALVES)
+        columns = first + half * 8 + columns_of_step(block, HALVES)
         mask = (outputs < num_rows)[:, None] & (columns < K)[None, :]
         at = out + outputs.to(tl.int64)[:, None] * K + columns[None, :]
         tl.store(at, weights.to(out.dtype.element_ty), mask=mask)
@@ -377,12 +377,12 @@ def _launch_rows(weight: Quantised, ids: torch.Tensor | None, out: torch.Tensor)
     grid = (triton.cdiv(num_rows, block_n), triton.cdiv(size_in, block_k))
     _rows_kernel[grid](
         weight.values if ids is None else ids,
-        *_arrays(weight),
+        *arrays_of(weight),
         out,
         num_rows,
         size_in,
-        *_sizes(weight),
-        **_meaning(weight),
+        *sizes_of(weight),
+        **meaning_of_weight(weight),
         HAS_IDS=ids is not None,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -430,7 +430,7 @@ def linear(
             counters = torch.zeros(programs, dtype=torch.int32, device=x_TK.device)
     _linear_kernel[(programs, tile.parts)](
         x_TK,
-        *_arrays(weight),
+        *arrays_of(weight),
         out if bias is None else bias,
         out,
         partial,
@@ -438,10 +438,10 @@ def linear(
         num_tokens,
         size_out,
         size_in,
-        *_sizes(weight),
+        *sizes_of(weight),
         num_tokens * size_out,
         x_TK.stride(0),
-        **_meaning(weight),
+        **meaning_of_weight(weight),
         BLOCK_T=tile.block_t,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
@@ -457,21 +457,21 @@ def linear(
     return out
 
 
-def _arrays(weight: Quantised) -> list[torch.Tensor]:
+def arrays_of(weight: Quantised) -> list[torch.Tensor]:
     """Return the arrays that kernels take; for those that there are none of, the values."""
     names = ("values", "high", "scale", "zero", "low", "subscale", "sublow", "table")
     found = [getattr(weight, name) for name in names]
     return [weight.values if each is None else each for each in found]
 
 
-def _sizes(weight: Quantised) -> tuple[int, int, int, int]:
+def sizes_of(weight: Quantised) -> tuple[int, int, int, int]:
     """Return bytes of a row of values and of upper bits, groups and subgroups of a row."""
     high = 0 if weight.high is None else weight.high.shape[1]
     subgroups = -(-weight.num_columns // weight.subgroup)
     return weight.values.shape[1], high, weight.scale.shape[1], subgroups
 
 
-def _meaning(weight: Quantised) -> dict[str, object]:
+def meaning_of_weight(weight: Quantised) -> dict[str, object]:
     """Return what kernels are compiled for."""
     whole = weight.num_columns
     return {

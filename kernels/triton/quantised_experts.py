@@ -16,24 +16,24 @@ from kernels.triton.experts import (
     GROUP,
     Gate,
     SortedPairs,
-    _members,
-    _pairs_of_tile,
-    _rows_of,
-    _slot_of,
-    _slot_of_tile,
-    _store,
-    _store_tile,
     few_grid,
+    find_slot_of_tile,
+    load_members,
+    load_pairs_of_tile,
     meaning_of,
+    rows_of_slot,
+    slot_of_program,
+    store_group,
+    store_tile,
 )
 from kernels.triton.quantised import (
-    _arrays,
-    _bytes_of,
-    _columns,
-    _meaning,
-    _restored,
-    _sizes,
-    _upper_bits,
+    arrays_of,
+    bytes_of_values,
+    columns_of_step,
+    meaning_of_weight,
+    restore_values,
+    sizes_of,
+    upper_bits_of,
 )
 from kernels.triton.tiles import grouped_tile
 
@@ -55,36 +55,38 @@ def _few_kernel(
         wait()
     BLOCK: tl.constexpr = BLOCK_K // HALVES
     ALL: tl.constexpr = 2147483647
-    slot, is_used, own = _slot_of(slots, num_tokens, 0, ALL, BY_PAIR, TOP_K, BLOCK_T, BLOCK_PLACES)
+    slot, is_used, own = slot_of_program(
+        slots, num_tokens, 0, ALL, BY_PAIR, TOP_K, BLOCK_T, BLOCK_PLACES
+    )
     if is_used:
-        rows = _rows_of(slot, N, BLOCK_N, IS_GATED)
+        rows = rows_of_slot(slot, N, BLOCK_N, IS_GATED)
         block = tl.arange(0, BLOCK)
-        places, tiles = _columns(block, HALVES), tl.cdiv(K, 64)
+        places, tiles = columns_of_step(block, HALVES), tl.cdiv(K, 64)
         count = tl.sum((own >= 0).to(tl.int32), 0)
         for number in range(tl.cdiv(count, TOKENS)):
-            tokens, pairs, is_member = _members(own, number, BLOCK_T, TOKENS)
+            tokens, pairs, is_member = load_members(own, number, BLOCK_T, TOKENS)
             x_rows = pairs
             if IS_GATED:
                 x_rows = tokens
             x_at = x + x_rows.to(tl.int64)[:, None] * stride_x
             acc = tl.zeros([BLOCK_N, TOKENS], dtype=tl.float32)
             for first in range(0, K, BLOCK_K):
-                bytes_ = _bytes_of(values, rows, row_bytes, first, tiles, block, HALVES)
+                bytes_ = bytes_of_values(values, rows, row_bytes, first, tiles, block, HALVES)
                 for half in tl.static_range(HALVES):
                     inputs = first + half * 8 + places
                     mask = is_member[:, None] & (inputs < K)[None, :]
                     read = tl.load(x_at + inputs[None, :], mask=mask, other=0.0)
-                    upper = _upper_bits(
+                    upper = upper_bits_of(
                         high, rows, high_bytes, first, half, tiles, block, HIGH_BITS
                     )
-                    weights = _restored(
+                    weights = restore_values(
                         bytes_, upper, scale, zero, low, subscale, sublow, table, rows, groups,
                         subgroups, first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW,
                         HAS_SUBSCALE, HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
                     )  # fmt: skip
                     weights = weights.to(x.dtype.element_ty)
                     acc = tl.dot(weights, tl.trans(read), acc, input_precision="ieee")
-            _store(
+            store_group(
                 acc, bias, out, rows, pairs, is_member, N, BLOCK_N, TOKENS, HAS_BIAS, IS_GATED,
                 IS_GELU, LIMIT, ALPHA,
             )  # fmt: skip
@@ -114,16 +116,16 @@ def few(
     grid, shape = few_grid(slots_Tk, weight.shape[0], size_out, block_n, is_gated=gate is not None)
     _few_kernel[grid](
         x,
-        *_arrays(weight),
+        *arrays_of(weight),
         weight.values if bias is None else bias,
         slots_Tk,
         out,
         num_tokens,
         size_out,
         size_in,
-        *_sizes(weight),
+        *sizes_of(weight),
         x.stride(0),
-        **_meaning(weight),
+        **meaning_of_weight(weight),
         TOP_K=top_k,
         **shape,
         TOKENS=GROUP,
@@ -149,9 +151,9 @@ def _many_kernel(
     LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = BLOCK_K // HALVES
-    slot, tile = _slot_of_tile(all_tiles, 0, S, BLOCK_S)
+    slot, tile = find_slot_of_tile(all_tiles, 0, S, BLOCK_S)
     if slot < S:
-        pairs, is_pair = _pairs_of_tile(order, starts, slot, tile, BLOCK_M)
+        pairs, is_pair = load_pairs_of_tile(order, starts, slot, tile, BLOCK_M)
         x_rows = pairs
         if IS_GATED:
             x_rows = pairs // TOP_K
@@ -159,36 +161,36 @@ def _many_kernel(
         outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = slot.to(tl.int64) * (2 * N if IS_GATED else N) + tl.minimum(outputs, N - 1)
         block = tl.arange(0, BLOCK)
-        places, tiles = _columns(block, HALVES), tl.cdiv(K, 64)
+        places, tiles = columns_of_step(block, HALVES), tl.cdiv(K, 64)
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         up_acc = acc
         for first in range(0, K, BLOCK_K):
-            bytes_ = _bytes_of(values, rows, row_bytes, first, tiles, block, HALVES)
+            bytes_ = bytes_of_values(values, rows, row_bytes, first, tiles, block, HALVES)
             up_bytes = bytes_
             if IS_GATED:
-                up_bytes = _bytes_of(values, rows + N, row_bytes, first, tiles, block, HALVES)
+                up_bytes = bytes_of_values(values, rows + N, row_bytes, first, tiles, block, HALVES)
             for half in tl.static_range(HALVES):
                 inputs = first + half * 8 + places
                 mask = is_pair[:, None] & (inputs < K)[None, :]
                 read = tl.load(x_at + inputs[None, :], mask=mask, other=0.0)
-                upper = _upper_bits(high, rows, high_bytes, first, half, tiles, block, HIGH_BITS)
-                weights = _restored(
+                upper = upper_bits_of(high, rows, high_bytes, first, half, tiles, block, HIGH_BITS)
+                weights = restore_values(
                     bytes_, upper, scale, zero, low, subscale, sublow, table, rows, groups,
                     subgroups, first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO, HAS_LOW,
                     HAS_SUBSCALE, HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
                 ).to(x.dtype.element_ty)  # fmt: skip
                 acc = tl.dot(read, tl.trans(weights), acc, input_precision="ieee")
                 if IS_GATED:
-                    upper = _upper_bits(
+                    upper = upper_bits_of(
                         high, rows + N, high_bytes, first, half, tiles, block, HIGH_BITS
                     )
-                    weights = _restored(
+                    weights = restore_values(
                         up_bytes, upper, scale, zero, low, subscale, sublow, table, rows + N,
                         groups, subgroups, first, half, KIND, OFFSET, GROUP, SUBGROUP, HAS_ZERO,
                         HAS_LOW, HAS_SUBSCALE, HAS_SUBLOW, BLOCK, BLOCK_N, HIGH_BITS, HALVES,
                     ).to(x.dtype.element_ty)  # fmt: skip
                     up_acc = tl.dot(read, tl.trans(weights), up_acc, input_precision="ieee")
-        _store_tile(
+        store_tile(
             acc, up_acc, bias, out, rows, pairs, is_pair, outputs, N, HAS_BIAS, IS_GATED, IS_GELU,
             LIMIT, ALPHA,
         )  # fmt: skip
@@ -217,7 +219,7 @@ def many(
     tile = grouped_tile(pairs.block_m, x.dtype)
     _many_kernel[(triton.cdiv(size_out, tile.block_n), pairs.most_tiles)](
         x,
-        *_arrays(weight),
+        *arrays_of(weight),
         weight.values if bias is None else bias,
         pairs.order,
         pairs.starts,
@@ -226,9 +228,9 @@ def many(
         size_out,
         size_in,
         num_slots,
-        *_sizes(weight),
+        *sizes_of(weight),
         x.stride(0),
-        **_meaning(weight),
+        **meaning_of_weight(weight),
         TOP_K=pairs.top_k,
         BLOCK_S=triton.next_power_of_2(num_slots),
         BLOCK_M=pairs.block_m,
