@@ -117,10 +117,17 @@ class Rates:
     """Sheet, probe or assumption, in words."""
 
     def measured(self, probe: Mapping[str, float | None]) -> "Rates":
-        """Replace what a probe of this machine found; None and names of no rate are left out."""
+        """Replace what a probe of this machine found; None and names of no rate are left out.
+
+        An overhead of 0 was found too: it is below what the probe can tell.
+        """
         others = {"source", "is_cpu", "eager_layer_overhead_s"}
         names = [name for name in asdict(self) if name not in others]
-        found = {name: rate for name in names if (rate := probe.get(name))}
+        found = {
+            name: rate
+            for name in names
+            if (rate := probe.get(name)) or (rate == 0 and name.endswith("_overhead_s"))
+        }
         if hbm := probe.get("hbm_copy_gb_s"):
             found["hbm_gb_s"] = hbm
             if not self.is_cpu:

@@ -101,3 +101,10 @@ def test_predicted_moves_take_the_rate_of_the_kernel() -> None:
     assert slow.host_kv.swap_rates is not None
     assert plan.host_kv.swap_rates.load_bytes_s == pytest.approx(0.90 * 55.1e9)
     assert slow.host_kv.swap_rates.load_bytes_s == pytest.approx(20e9)
+
+
+def test_an_overhead_that_a_probe_cannot_tell_from_none_is_none() -> None:
+    card = sheet_rates(next(iter(CARDS.values())), "sheet")
+    found = card.measured({"block_overhead_s": 0.0, "rows_overhead_s": None, "h2d_gb_s": 0.0})
+    assert (found.block_overhead_s, dma_run_bytes(found)) == (0.0, 1)
+    assert (found.rows_overhead_s, found.h2d_gb_s) == (card.rows_overhead_s, card.h2d_gb_s)
