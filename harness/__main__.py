@@ -47,10 +47,15 @@ def _compose_and_run(line: "CommandLine", document: "Document | None" = None) ->
 
 def _printed(line: "CommandLine") -> "str | None":
     """Return what an option prints instead of a run; None without one."""
-    if line.help or line.settings:
-        from harness.config.cli_args import help_text, settings_page  # noqa: PLC0415  only here
+    if line.help:
+        from harness.config.cli_args import help_text, keys_text  # noqa: PLC0415  only here
 
-        return help_text(line.config_dir) if line.help else settings_page()
+        names = [word for word in line.overrides if "=" not in word]
+        return keys_text(names, line.config_dir) if names else help_text(line.config_dir)
+    if line.settings:
+        from harness.config.cli_args import settings_page  # noqa: PLC0415  only here
+
+        return settings_page()
     if line.choosing:
         from harness.forecast.choosing import page  # noqa: PLC0415  only here
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import logging
+import shlex
 import shutil
 import sys
 import time
@@ -64,7 +65,7 @@ def write_best(
     (point,) = Composer(conf).plan([f"+experiment={NAME}"]).points
     if point.config.to_dict() != config.to_dict():
         raise RuntimeError(f"{file}: it composes to another configuration than the trial's.")
-    return f"tightfit run --config-dir {conf} +experiment={NAME}"
+    return f"tightfit run --config-dir {shlex.quote(str(conf))} +experiment={NAME}"
 
 
 def experiment_text(composer: Composer, overrides: Sequence[str], why: str) -> str:
@@ -108,9 +109,6 @@ class TrialRunner:
 
     def __init__(self, composer: Composer, base: Sequence[str], goal: Goal) -> None:
         self._composer, self._base, self._goal = composer, list(base), goal
-        self.records: list[RunRecord] = []
-        self.tracking: TrackingConfig | None = None
-        """Where trials are mirrored to; None before the first."""
 
     def compose(self, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:
         """Return the configuration of a trial and its overrides in Hydra's spelling."""
@@ -138,26 +136,25 @@ class TrialRunner:
         from harness.point.point import run_point  # noqa: PLC0415  not for requests that are wrong
 
         folder = sweep.folder / str(sweep.index)
-        self.tracking = config.tracking
         require_room(sweep.folder)
         try:
             record = run_point(replace(config, rerun="failed"), folder, spelled, sweep)
-        except KeyboardInterrupt:
-            if (folder / RESULT_NAME).is_file():
-                self.records.append(RunRecord.read(folder / RESULT_NAME))
-            raise
         except Exception as error:
             if is_full(error):
                 raise
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}"
             return Outcome(status="failed", reason=reason, excesses=(UNKNOWN_GIB,), folder=folder)
-        self.records.append(record)
         return judge(record, self._goal, folder)
 
-    def check_goal(self, overrides: Sequence[str]) -> None:
-        """Raise ConfigError unless the scenario of a trial measures what the goal is about."""
-        check_measured(self._goal, self.compose(overrides)[0].scenario)
+    def check_goal(self, overrides: Sequence[str]) -> TrackingConfig:
+        """Return where trials are mirrored to.
+
+        Raise ConfigError unless the scenario of a trial measures what the goal is about.
+        """
+        config, _ = self.compose(overrides)
+        check_measured(self._goal, config.scenario)
+        return config.tracking
 
 
 def _lacking_gib(plan: Mapping[str, Any]) -> float:
@@ -407,7 +404,7 @@ def search(request: SearchRequest) -> int:
     folder = tightfit_home() / "searches" / request.name
     require_writable("TIGHTFIT_HOME", folder)
     runner = TrialRunner(Composer(request.config_dir), request.base, request.goal)
-    _check(runner, request)
+    tracking = _check(runner, request)
     with open_study(request, folder) as study:
         say(f"search {request.name}: {study.num_built()} of {request.trials} trials have run.")
 
@@ -421,17 +418,17 @@ def search(request: SearchRequest) -> int:
         except KeyboardInterrupt as error:
             ended, interrupt = "interrupted", error
         with interrupt_afterwards(interrupt):
-            is_found = _conclude(request, study, runner, folder, ended)
+            is_found = _conclude(request, study, runner, tracking, folder, ended)
     return EXIT_OK if is_found and not study.is_early else EXIT_NOT_ALL_OK
 
 
-def _check(runner: TrialRunner, request: SearchRequest) -> None:
-    """Check base and goal with the first combination that composes."""
+def _check(runner: TrialRunner, request: SearchRequest) -> TrackingConfig:
+    """Check base and goal with the first combination that composes; return the tracking."""
     try:
-        runner.check_goal(overrides_of(request.space.first()))
+        return runner.check_goal(overrides_of(request.space.first()))
     except ConfigError as error:
         try:
-            runner.check_goal([])
+            return runner.check_goal([])
         except ConfigError:
             raise error from None
 
@@ -451,7 +448,12 @@ def _context(request: SearchRequest, folder: Path, index: int) -> SweepContext:
 
 
 def _conclude(
-    request: SearchRequest, study: Study, runner: TrialRunner, folder: Path, ended: str
+    request: SearchRequest,
+    study: Study,
+    runner: TrialRunner,
+    tracking: TrackingConfig,
+    folder: Path,
+    ended: str,
 ) -> bool:
     """Write tables and the best trial, close the tracker's run; return whether there is one."""
     from harness.sweep.track import finish_sweep  # noqa: PLC0415  not for requests that are wrong
@@ -459,11 +461,12 @@ def _conclude(
     trials = study.trials()
     write_text_atomic(folder / TABLE_NAME, _table(trials))
     best = study.best()
-    if runner.tracking is not None:
+    records = _records(trials, folder)
+    if records:
         warnings, _ = finish_sweep(
-            runner.tracking,
+            tracking,
             _context(request, folder, 0),
-            runner.records,
+            records,
             interrupted=ended == "interrupted",
             is_ok=best is not None,
         )
@@ -478,6 +481,12 @@ def _conclude(
     lines.append(f"  all trials  {folder / TABLE_NAME}")
     show(lines)
     return best is not None
+
+
+def _records(trials: Sequence[Any], folder: Path) -> list[RunRecord]:
+    """Return the records of all trials that were built, also by processes before."""
+    paths = (folder / str(trial.number) / RESULT_NAME for trial in trials)
+    return [RunRecord.read(path) for path in paths if path.is_file()]
 
 
 def _best_lines(request: SearchRequest, runner: TrialRunner, folder: Path, best: Any) -> list[str]:

@@ -176,7 +176,7 @@ def _version(_: list[str]) -> int:
 
 def _help(arguments: list[str]) -> int:
     if arguments and arguments[0] != "help":
-        return run([arguments[0], "--help"])
+        return run([*arguments, "--help"])
     sys.stdout.write("\n".join(_help_lines()) + "\n")
     return EXIT_OK
 

@@ -3,15 +3,15 @@
 import argparse
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Final, NoReturn
 
 from catalogue.files import CONF, tightfit_home
 from engine.asked.keywords import keywords_of
-from engine.errors import ConfigError, closest
-from engine.sealed import describe_type, settings, yaml_text
+from engine.errors import ConfigError, closest, did_you_mean
+from engine.sealed import Setting, describe_type, settings, yaml_text
 from harness.config.schema import GROUPS, RunConfig
 
 CFG_CHOICES = ("job", "hydra", "all")
@@ -25,6 +25,7 @@ class CommandLine:
     """key=value, group=option, with + or ++ before them, in the order given."""
     multirun: bool = False
     help: bool = False
+    """The page of all, or, with names of keys among the overrides, what these mean."""
     version: bool = False
     settings: bool = False
     choosing: bool = False
@@ -109,6 +110,7 @@ examples:
   tightfit run +model=olmo7b gpu=rtx4080_16gb offload=auto   the best placement is chosen
   tightfit run +model=olmo7b model.load_format=dummy  random weights, no download
   tightfit sweep offload=none,uva,prefetch gpu=rtx4080_16gb,rtx4090_24gb
+  tightfit ab +model=olmo7b 'ab.a=[offload=uva]' 'ab.b=[offload=prefetch]'   two settings in turns
   tightfit run +experiment=smoke                      a file that holds all choices
   tightfit run +model=olmo7b --cfg job                what a run would be asked, no run
   tightfit run --config-dir ~/mine +model=mine        your files beside those of conf/
@@ -134,7 +136,7 @@ OPTIONS: Final = {
     "--settings": "print every key with its default, type and meaning (docs/settings.md)",
     "--choosing": "print what every model needs on cards of usual sizes (docs/choosing.md)",
     "--version": "print the version",
-    "-h, --help": "print this",
+    "-h, --help [KEY ...]": "print this, or what keys mean, such as engine.max_num_seqs or gpu",
 }
 
 
@@ -200,16 +202,8 @@ def _first_sentence(path: Path) -> str:
 def help_text(config_dir: Path | None = None) -> str:
     """Return the help; the files of a user's folder are listed too."""
     lines = [_USAGE, *_table("options", OPTIONS)]
-    folders = [CONF] if config_dir is None else [CONF, config_dir]
-    for group, title in GROUPS.items():
-        files = {
-            path.stem: path
-            for folder in reversed(folders)
-            for path in sorted((folder / group).glob("*.yaml"))
-        }
-        rows = {name: _first_sentence(path) for name, path in sorted(files.items())}
-        if rows:
-            lines += _table(f"{group}=, {title}", rows)
+    for group in GROUPS:
+        lines += _files(group, config_dir)
     lines += _table("keys (--settings lists all of them)", key_rows())
     lines += [
         "files:",
@@ -221,3 +215,59 @@ def help_text(config_dir: Path | None = None) -> str:
         _CODES.rstrip(),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _files(group: str, config_dir: Path | None) -> Iterator[str]:
+    """Yield the table of a group's files, nothing where it has none."""
+    folders = [CONF] if config_dir is None else [config_dir, CONF]
+    files = {path.stem: path for folder in folders for path in (folder / group).glob("*.yaml")}
+    rows = {name: _first_sentence(path) for name, path in sorted(files.items())}
+    if rows:
+        yield from _table(f"{group}=, {GROUPS[group]}", rows)
+
+
+def keys_text(names: Sequence[str], config_dir: Path | None = None) -> str:
+    """Return what keys mean: a key, the last part of one, a keyword of LLM, a node or a group.
+
+    Raises:
+        ConfigError: There is no such key.
+    """
+    keywords = {found.path: name for name, found in keywords_of().items()}
+    known = {found.path: found for found in settings(RunConfig)}
+    lines: list[str] = []
+    for name in names:
+        meant = (
+            [name]
+            if name in known
+            else [path for path in known if path.endswith(f".{name}") or name == keywords.get(path)]
+        )
+        if not meant and name not in GROUPS:
+            words = {word for path in known for word in (path, path.rpartition(".")[2])}
+            raise ConfigError(
+                f"--help: expected the name of a key, got {name!r}."
+                f"{did_you_mean(name, sorted(words))} tightfit run --settings lists all keys."
+            )
+        if name in GROUPS:
+            lines += _files(name, config_dir)
+        for path in meant:
+            lines += _key_lines(known, path, keywords.get(path))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _key_lines(known: Mapping[str, Setting], path: str, keyword: str | None) -> Iterator[str]:
+    found = known[path]
+    if found.node is not None:
+        below = [item for item in known.values() if item.path.startswith(f"{path}.")]
+        rows = {_assigned(item): item.help for item in below if item.node is None}
+        yield from _table(path, rows)
+        return
+    rows = {"type": describe_type(found.hint), "meaning": found.help}
+    if keyword is not None:
+        rows["keyword"] = f"{keyword}, of tightfit.LLM"
+    yield from _table(_assigned(found), rows)
+
+
+def _assigned(found: Setting) -> str:
+    """Return a key with its default, alone where a value must be given."""
+    is_open = found.default is MISSING
+    return found.path if is_open else f"{found.path}={yaml_text(found.default)}"

@@ -23,7 +23,8 @@ from harness.config.command import key_of
 from harness.config.compose import Composer
 from harness.config.schema import ScenarioConfig
 from harness.config.source import is_text
-from reports.record.metrics import METRICS, metric_of
+from reports.record.metrics import METRICS, STATISTIC_DEFINITIONS, metric_of
+from reports.record.record import SAMPLE_FLOORS
 
 Value = str | int | float
 Proposal = dict[str, Value]
@@ -312,14 +313,35 @@ def check_measured(goal: Goal, scenario: ScenarioConfig) -> None:
                 f"{metric}: the scenario {scenario.name} does not measure it: scenario.{part} is "
                 f"null. Choose a scenario with {part}, or another metric."
             )
+        _check_samples(metric, scenario)
+
+
+def _check_samples(name: str, scenario: ScenarioConfig) -> None:
+    """Raise ConfigError where too few requests are sent alone for a percentile over them."""
+    part, _, rest = name.partition("/")
+    if part != "latency" or scenario.latency is None or rest.startswith("itl_ms"):
+        return  # gaps between tokens are more than requests
+    needed = next((n for q, n in SAMPLE_FLOORS.items() if rest.endswith(f"/p{q}")), 0)
+    if scenario.latency.num_rows < needed:
+        raise ConfigError(
+            f"{name}: expected at least {needed} requests, got {scenario.latency.num_rows}. Set "
+            f"scenario.latency.num_requests={needed}, or take another statistic."
+        )
 
 
 def _check_metric(name: str) -> None:
-    if metric_of(name) is None:
+    metric = metric_of(name)
+    if metric is None:
         known = list(METRICS)
         raise ConfigError(
             f"search: there is no metric {name!r}.{did_you_mean(name, known)} Metrics are "
             "area/quantity_unit or area/quantity_unit/statistic, as in result.json."
+        )
+    last = name.removeprefix(metric.name).removeprefix("/")
+    if metric.statistics and last not in STATISTIC_DEFINITIONS:
+        raise ConfigError(
+            f"search: {name}: expected a statistic of {metric.name}, such as "
+            f"{metric.name}/{metric.statistics[-1]}; there are {', '.join(STATISTIC_DEFINITIONS)}."
         )
 
 

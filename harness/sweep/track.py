@@ -183,7 +183,7 @@ def _write_failures(sweep: SweepContext, records: Sequence[RunRecord]) -> None:
         lines += [f"      {line}" for line in str(error.get("message", "")).splitlines()]
         lines.append("")
     left = sweep.total - len(records)
-    if left:
+    if left > 0:
         lines.append(f"{left} of {sweep.total} points did not run.")
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_text_atomic(sweep.folder / FAILURES_NAME, "\n".join(lines).rstrip() + "\n")

@@ -109,6 +109,31 @@ def test_help_names_groups_options_keys_and_the_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("engine.max_num_seqs", ["engine.max_num_seqs=64:", "an integer", "run at once"]),
+        ("cpu_offload_gb", ["offload.uva.cpu_offload_gb=0.0:", "keyword  cpu_offload_gb"]),
+        ("warmup_requests", ["scenario.throughput.warm", "scenario.latency.warm"]),
+        ("planner", ["planner.objective=", "planner.kv_tokens="]),
+        ("gpu", ["rtx4080_16gb  ", "gpu.memory_gib="]),
+        ("experiment", ["fit_7b_16gb"]),
+    ],
+)
+def test_help_of_a_key_says_what_it_means(
+    name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mode=plan", "--help", name]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in words)
+    assert "exit codes" not in out
+
+
+def test_help_of_an_unknown_key_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "engine.max_num_seq"]) == 2
+    assert "Did you mean engine.max_num_seqs?" in capsys.readouterr().err
+
+
 def test_cfg_prints_yaml_and_the_notice_goes_to_stderr(tmp_path: Path) -> None:
     done = harness(tmp_path, "--cfg", "job", "offload=prefetch")
     assert done.returncode == 0

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from engine.errors import ConfigError
+from harness.config.schema import LatencyScenario
 from harness.search import judge
 from harness.studies.search_request import check_measured, parse_constraint, parse_goal
 from reports.record.record import RunRecord
@@ -34,6 +37,8 @@ def test_what_is_beyond_a_bound_is_above_zero():
         ("latency/ttft_ms/p50<=fast", "METRIC<=NUMBER"),
         ("latency/ttft_ms/p50<=nan", "METRIC<=NUMBER"),
         ("latency/ttft<=5", "no metric 'latency/ttft'"),
+        ("latency/ttft_ms<=5", "such as latency/ttft_ms/p50"),
+        ("latency/ttft_ms/p55<=5", "expected a statistic of latency/ttft_ms"),
     ],
 )
 def test_constraints_of_another_form_are_refused(text, words):
@@ -53,6 +58,16 @@ def test_the_scenario_must_measure_it():
     check_measured(GOAL, scenario())
     with pytest.raises(ConfigError, match=r"scenario\.throughput is null"):
         check_measured(GOAL, load_only())
+
+
+def test_a_percentile_needs_its_requests():
+    goal = parse_goal(None, "latency/itl_ms/p90", ["latency/ttft_ms/p90<=1"])
+    few, enough = (
+        replace(scenario(), latency=LatencyScenario(num_requests=num)) for num in (63, 64)
+    )
+    check_measured(goal, enough)
+    with pytest.raises(ConfigError, match=r"latency/ttft_ms/p90: .*latency\.num_requests=64"):
+        check_measured(goal, few)
 
 
 def test_a_record_with_all_metrics_has_a_value(tmp_path):

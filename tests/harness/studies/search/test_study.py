@@ -245,7 +245,8 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
     # 2 GiB of weights and 1 of KV in 2.7 GiB: none does not fit, and only the plan said so.
     assert [config.offload.uva.cpu_offload_gb for config in asked] == [1.0, 2.0, 3.0]
     assert titles == ["point 1 of 9 ", "point 2 of 9 ", "point 3 of 9 "]  # those that were built
-    assert finished == [("mine", 3, False, True)]
+    assert command.main([*words, *GOAL]) == 0  # nothing is left to run, all of it is reported
+    assert finished == [("mine", 3, False, True)] * 2
     out = capsys.readouterr()
     assert "trial 0: offload=none: failed, the plan does not fit: GPU: need" in out.err
     assert "best        trial 3" in out.out
