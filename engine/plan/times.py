@@ -18,9 +18,9 @@ from engine.plan.sizes import padded_prefill
 from engine.plan.units import Feed, moving
 from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS
 
-LEAST_ROW_BYTES: Final = 2**15
-"""Shorter rows are copied no sooner than read in place: 512 rows of 16 KiB at 48.1, of 32 KiB at
-54.9 of 55.3 GB/s (H200)."""
+LEAST_ROW_BYTES: Final = 2**16
+"""Shorter rows are copied no sooner than read in place: 1024 rows of 32 KiB beside decodes at 48.5,
+alone at 51.5, 512 rows of 64 KiB alone at 54.9, reads in place at 51.1 GB/s (H200)."""
 WEIGHT_SHARE: Final = 1.0
 """Products of few rows, bytes of weights read over the copy rate of HBM, which writes half of its
 bytes; with LAYER_OVERHEAD_S (H200)."""

@@ -36,6 +36,8 @@ class StepsScenario(Bounded):
     """Tokens of prompts before a decode."""
     steps: int = field(default=22, metadata=TOKENS)
     """Timed decode steps of each batch."""
+    warmup_tokens: int = field(default=0, metadata=within(0, MOST_LENGTH))
+    """Tokens that the sequences of a batch decode in all before its timed steps."""
     prefills: list[int] = field(default_factory=list, metadata=REQUESTS)
     """Numbers of prompts that are prefilled at once, one after another."""
     prefill_tokens: int = field(default=2048, metadata=TOKENS)

@@ -52,10 +52,11 @@ NUM_COUNTED_TOKENS: Final = 256
 class DecodeGaps:
     """Times between the ends of steps in which every sequence of a batch decodes.
 
-    The first SETTLE_STEPS behind any other step are left out.
+    The first SETTLE_STEPS behind any other step are left out, and the first `warmup_steps` of all.
     """
 
     batch: int
+    warmup_steps: int = 0
     seconds: list[float] = field(default_factory=list)
     stats: list[Any] = field(default_factory=list)
     """What the engine says of the steps that are timed."""
@@ -72,7 +73,7 @@ class DecodeGaps:
             return
         self.num_decoded += 1
         self.in_a_row += 1
-        if self.in_a_row > SETTLE_STEPS:
+        if self.in_a_row > SETTLE_STEPS and self.num_decoded > self.warmup_steps:
             self.seconds.append(step.end_s - step.begin_s)
             self.stats.append(step.stats)
             self.decoded.append(self.num_decoded)
@@ -163,15 +164,17 @@ def decode(sender: Sender, batch: int, config: StepsScenario) -> Figures:
     """
     llm, plan = sender.llm, sender.llm.plan
     prefill_steps = -(-batch * config.prompt_tokens // plan.max_num_batched_tokens)
+    warmup_steps = -(-config.warmup_tokens // batch)
     # So many that enough steps decode all of the sequences.
-    tokens = config.steps + 2 * SETTLE_STEPS + SPARE_TOKENS + prefill_steps - 1
+    timed_steps = warmup_steps + config.steps + 2 * SETTLE_STEPS
+    tokens = timed_steps + SPARE_TOKENS + prefill_steps - 1
     length = config.prompt_tokens + tokens
     needed = batch * -(-length // plan.block_size) * plan.block_size
     if plan.kv_tokens < needed or plan.max_num_seqs < batch:
         return {"no_room": f"{needed} tokens of KV are needed, {plan.kv_tokens} fit"}
     for prompt in sender.prompts(batch, config.prompt_tokens, f"decode {batch}"):
         sender.send(prompt, tokens)
-    gaps, replay, digest = DecodeGaps(batch), None, list[int]()
+    gaps, replay, digest = DecodeGaps(batch, warmup_steps), None, list[int]()
     size = next((size for size in llm.effective()["graphs"] if size >= batch), None)
     while sender.driver.has_unfinished:
         step = sender.driver.step()

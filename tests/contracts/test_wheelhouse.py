@@ -13,12 +13,18 @@ GROUPS = {"base": "requirements-offline.txt", "server": "requirements-offline-se
 MACHINE_HAS = {
     "annotated-doc",
     "anyio",
+    "certifi",
+    "charset-normalizer",
     "click",
     "h11",
     "idna",
+    "numpy",
     "packaging",
     "pyyaml",
+    "requests",
+    "tqdm",
     "typing-extensions",
+    "urllib3",
 }
 """Packages that transformers, accelerate and the tools around torch bring."""
 

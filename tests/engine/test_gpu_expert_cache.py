@@ -60,7 +60,7 @@ def test_tokens_are_those_of_everything_resident(growths: Growths, name: str, dt
     if is_cached or "in place" in name:
         hits, misses = counts(llm).sum(0)
         assert misses > 0
-        assert (hits > 0) is is_cached or keywords.get("expert_slots") == 1
+        assert bool(hits) is is_cached or keywords.get("expert_slots") == 1
     llm.close()
 
 
@@ -146,7 +146,7 @@ def test_banks_take_what_is_left_and_no_more(tmp_path: Path, quantize: str | Non
     room = plan.gpu_total_bytes - plan.gpu_items["kv_cache"] + plan.kv.room(64)
     llm.close()
     share = plan.gpu_budget_bytes / (8 * GIB)
-    llm = open_llm(tmp_path, **asked, **BACKEND, gpu_memory_gib=room / GIB / share)
+    llm = open_llm(tmp_path, **asked, **BACKEND, gpu_memory_gib=(room + 64) / GIB / share)
     assert llm.plan.experts is not None
     assert 18 <= min(llm.plan.experts.slots) <= 22
     for _ in range(2):

@@ -36,7 +36,7 @@ def test_tokens_do_not_depend_on_place_or_format(folder: Path, way: str) -> None
     llm.close()
     llm = open_llm(folder, **given, **WAYS[way])
     assert greedy(llm, PROMPTS, 12) == expected
-    assert llm.stats()["graph_steps"] > 0
+    assert (llm.stats()["graph_steps"] > 0) is ("reference" not in WAYS[way])
     llm.close()
 
 

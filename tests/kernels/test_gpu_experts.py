@@ -117,12 +117,12 @@ def test_codes_have_the_bits_of_restored_weights(rng, monkeypatch):
 def in_host(weight, host_view):
     """Return a weight whose arrays lie in pinned host memory."""
     if isinstance(weight, torch.Tensor):
-        return host_view(weight)
+        return host_view(weight.cpu())
     names = ("bytes", "codes", "first", "offsets", "table")
     if isinstance(weight, Quantised):
         names = ("values", "scale", "high", "zero", "low", "subscale", "sublow", "table")
     arrays = {name: getattr(weight, name) for name in names}
-    return replace(weight, **{n: host_view(x) for n, x in arrays.items() if x is not None})
+    return replace(weight, **{n: host_view(x.cpu()) for n, x in arrays.items() if x is not None})
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20, 64, 90])

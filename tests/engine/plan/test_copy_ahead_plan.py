@@ -70,11 +70,10 @@ def test_where_copies_are_no_sooner_there_are_none(
 
 
 def test_short_rows_are_read_in_place() -> None:
-    plan = plan_llama(131072, kv={"cpu_gib": 16, "block_size": 8})
-    assert plan.kv.groups[0].layer_bytes == 2**15
-    assert copy_ahead(shape_of(plan, llama()), CARD) is not None
-    kv = replace(plan.kv, groups=(replace(plan.kv.groups[0], block_bytes=2**19),))
-    assert copy_ahead(shape_of(replace(plan, kv=kv), llama()), CARD) is None
+    for block_size, is_copied in ((16, True), (8, False)):
+        plan = plan_llama(131072, kv={"cpu_gib": 16, "block_size": block_size})
+        assert plan.kv.groups[0].layer_bytes == block_size * 2**12
+        assert (copy_ahead(shape_of(plan, llama()), CARD) is not None) is is_copied
 
 
 def test_layers_with_a_window_read_in_place() -> None:

@@ -1,5 +1,6 @@
 """Times of decode steps on a clock of ours, and every part with the tiny engine on a CPU."""
 
+from dataclasses import replace
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -73,6 +74,16 @@ def clock():
 
 
 WORK = StepsScenario(batches=[3], prompt_tokens=8, steps=6)
+
+
+def test_steps_that_warm_a_batch_up_are_not_timed(clock, monkeypatch):
+    # 0: prefill; 1-5 warm up, 6-8 timed, replay, 9-11 settle, 12-14 timed, 15-19 spare.
+    llm = ScriptedLLM(clock, slow=(1, 2, 3, 4, 5, 9, 10, 11, *range(15, 20)))
+    monkeypatch.setattr(bench, "replay_s", lambda *_: 0.9)
+    got = decode(Sender(llm, clock), 3, replace(WORK, warmup_tokens=13))
+    assert got["step_s"] == got["least_s"] == 1
+    assert got["steps"] == 6
+    assert len(got["tokens"]) == 3 * 20
 
 
 def test_first_steps_and_those_behind_a_replay_are_not_timed(clock, monkeypatch):
