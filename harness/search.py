@@ -461,6 +461,7 @@ def _conclude(
     trials = study.trials()
     write_text_atomic(folder / TABLE_NAME, _table(trials))
     best = study.best()
+    found = [] if best is None else _best_lines(request, runner, folder, best)
     records = _records(trials, folder)
     if records:
         warnings, _ = finish_sweep(
@@ -474,10 +475,7 @@ def _conclude(
             say(f"warning: {text}")
     failed = sum(trial.value is None for trial in trials)
     lines = ["", f"search {request.name}: {len(trials)} trials, {failed} failed ({ended})"]
-    if best is None:
-        lines.append("  no trial has a value that keeps the constraints")
-    else:
-        lines += _best_lines(request, runner, folder, best)
+    lines += found or ["  no trial has a value that keeps the constraints"]
     lines.append(f"  all trials  {folder / TABLE_NAME}")
     show(lines)
     return best is not None

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import secrets
+import shlex
 import shutil
 import sys
 import time
@@ -343,7 +344,7 @@ class _Session:
         if sweep is not None:
             shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
             with full_disk_ends():
-                write_planned(sweep.folder, sweep.total)
+                write_planned(sweep.folder, sweep.total, self._command())
         records: list[tuple[Path, RunRecord]] | None = None
         interrupt: KeyboardInterrupt | None = None
         full: DiskFullError | None = None
@@ -402,6 +403,12 @@ class _Session:
             began_s=time.time(),
             title=sweep_title([(point.config, point.overrides) for point in self._plan.points]),
         )
+
+    def _command(self) -> str:
+        """Return the command that starts the same sweep."""
+        asked = self._hydra.overrides
+        others = [item for item in asked.hydra if not item.startswith("hydra.mode=")]
+        return shlex.join(["tightfit", "sweep", *asked.task, *others])
 
     def _records(self, sweep: SweepContext | None) -> list[tuple[Path, RunRecord]]:
         """Return folder and record of every point that ended, in order."""

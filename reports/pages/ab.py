@@ -14,7 +14,9 @@ from reports.pages.page import (
     Table,
     Verdict,
     banners,
+    commands,
     details,
+    run_again,
     tree_table,
 )
 from reports.pages.verdict import validity, verdict
@@ -67,6 +69,7 @@ def ab_page(record: RunRecord, links: Mapping[str, str]) -> Page:
         banners=banners([record]),
         cards=tuple(_cards(record)),
         verdict=_verdict(record),
+        commands=commands(record, run_again(record)),
         sections=tuple(section for section in sections if section is not None),
         alt={"ratios": "Side b over side a of each quantity, with intervals and noise"},
     )
@@ -78,7 +81,7 @@ def _verdict(record: RunRecord) -> Verdict:
     if not rows:
         return found
     settled = any(is_resolved(row) for row in rows if row.get("ratio") is not None)
-    kind: Kind = "plain" if found.kind == "good" and not settled else found.kind
+    kind: Kind = "grey" if found.kind == "good" and not settled else found.kind
     return replace(found, kind=kind, answer=answer_of(rows))
 
 
@@ -103,10 +106,10 @@ def _span(row: Mapping[str, Any]) -> str:
 
 
 def _kind(row: Mapping[str, Any]) -> Kind:
-    """Return whether side b is better or worse; plain where no difference is resolved."""
+    """Return whether side b is better or worse; grey where no difference is resolved."""
     better = row.get("better")
     if not is_resolved(row) or better not in {"higher", "lower"}:
-        return "plain"
+        return "grey"
     return "better" if (row["ratio"] > 1) == (better == "higher") else "worse"
 
 
@@ -135,7 +138,7 @@ def _ratios(sample: Mapping[str, Any]) -> Section | None:
         rows=cells,
         numeric=frozenset({1, 3, 4, 5, 6, 7}),
         wide=frozenset({0}),
-        kinds={place: kind for place, kind in kinds.items() if kind != "plain"},
+        kinds=kinds,
     )
     return Section(title="Ratios", figures=("ratios",), tables=(table,))
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -22,7 +23,7 @@ from reports.record.metrics import (
 from reports.record.record import RunRecord, summarise
 from reports.record.text import ABSENT, duration, flatten, gib, leaf
 
-Kind = Literal["good", "warn", "bad", "plain", "better", "worse"]
+Kind = Literal["good", "warn", "bad", "plain", "better", "worse", "grey"]
 STATISTICS: Final = tuple(summarise([]))
 
 
@@ -54,6 +55,31 @@ class Command:
 
     label: str
     text: str
+
+
+def commands(
+    record: RunRecord, again: str, *, tag: str = "harness.run_id", value: str | None = None
+) -> tuple[Command, ...]:
+    """Return the command that runs the same again, and the one that shows it in MLflow.
+
+    Args:
+        record: of the run, or of one of a sweep's points; without a configuration: nothing.
+        again: the first command; empty: it is not known.
+        tag: by which MLflow finds the runs, with the value in it.
+        value: the run's id unless given.
+    """
+    found = [Command(label="Run it again", text=again)] if again and record.config else []
+    if facts.dig_text(record.config, "tracking.backend") == "mlflow":
+        store = facts.dig_text(record.config, "tracking.uri")
+        command = "tightfit ui" + (f" --store {shlex.quote(store)}" if store else "")
+        search = f"tags.`{tag}` LIKE '%{value or record.run_id}%'"
+        found.append(Command(label="In MLflow", text=f"{command}    # then search: {search}"))
+    return tuple(found)
+
+
+def run_again(record: RunRecord) -> str:
+    """Return the command that makes the same run again."""
+    return shlex.join(["tightfit", "run", *record.overrides])
 
 
 @dataclass(frozen=True, kw_only=True)

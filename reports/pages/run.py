@@ -1,6 +1,5 @@
 """One record as a page: which numbers, tables and figures it shows, in which order."""
 
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -10,17 +9,18 @@ from reports.figures.counters import ExpertsTrace, experts_trace, kv_trace
 from reports.figures.run import WORDS, decode_points, lone_rows, phase_names, served_rows
 from reports.pages.page import (
     Card,
-    Command,
     Kind,
     Link,
     Page,
     Section,
     Table,
     banners,
+    commands,
     details,
     meaning,
     metric_table,
     named_table,
+    run_again,
     statistics_table,
     tree_table,
     value_tables,
@@ -57,8 +57,6 @@ ALT: Final = (
     ),
 )
 MOST_ERRORS: Final = 10
-RUN: Final = ("tightfit", "run")
-"""Command that runs what is recorded."""
 FAR_PCT: Final = 15
 """Difference of a prediction from what was measured beyond which it is marked."""
 
@@ -99,7 +97,7 @@ def run_page(record: RunRecord, links: Sequence[Link] = ()) -> Page:
         cards=tuple(_cards(record)),
         verdict=verdict(record),
         links=tuple(links),
-        commands=_commands(record),
+        commands=commands(record, run_again(record)),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
     )
@@ -123,13 +121,6 @@ def _routed(record: RunRecord) -> str | None:
     words = facts.routing_words(record)
     is_own = facts.dig(record.effective, "routing.kind") == "router"
     return None if words is None or is_own else f"experts {words}"
-
-
-def _commands(record: RunRecord) -> tuple[Command, ...]:
-    """Return the command line that makes the same run again; none without a configuration."""
-    if not record.config:
-        return ()
-    return (Command(label="Run it again", text=shlex.join([*RUN, *record.overrides])),)
 
 
 def _cards(record: RunRecord) -> list[Card]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
@@ -20,6 +21,7 @@ from reports.compare import (
 )
 from reports.pages.page import (
     Card,
+    Command,
     Kind,
     Page,
     Section,
@@ -212,6 +214,15 @@ def search_section(folder: Path) -> Section | None:
     found = "No trial keeps that." if best is None else f"The best is trial {best}."
     text = f"Looked for: {word} {metric}{kept}. {found}"
     return Section(title="Trials", text=(text,), tables=(_table(trials, metric, best),))
+
+
+def best_command(folder: Path) -> tuple[Command, ...]:
+    """Return the command that runs the best trial of a search's folder; none without one."""
+    conf = folder.resolve() / "conf"
+    if not (conf / "experiment" / "best.yaml").is_file():
+        return ()
+    words = ["tightfit", "run", "--config-dir", str(conf), "+experiment=best"]
+    return (Command(label="Run the best", text=shlex.join(words)),)
 
 
 def _best(trials: Sequence[Mapping[str, Any]], *, is_maximum: bool) -> str | None:

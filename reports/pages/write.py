@@ -14,16 +14,22 @@ from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from reports.compare import check_alike, check_distinct, compare_rows, sweep_rows
+from reports.compare import (
+    check_alike,
+    check_distinct,
+    compare_rows,
+    records_of,
+    sweep_rows,
+)
 from reports.figures.comparisons import SWEEP_FIGURES, comparison_figure, ratio_figure, sides_figure
 from reports.figures.run import FIGURES, TIME_FIGURES
 from reports.figures.theme import THEMES, Drawing, Theme, adaptive
 from reports.pages.ab import ab_page, is_ab
 from reports.pages.compare import compare_csv, compare_page
-from reports.pages.page import Link, Page, Section, metrics_csv
+from reports.pages.page import Link, Page, Section, commands, metrics_csv
 from reports.pages.run import run_page
-from reports.pages.sweep import peers_section, search_section, sweep_csv, sweep_page
-from reports.record.folders import load_points, load_run, num_planned
+from reports.pages.sweep import best_command, peers_section, search_section, sweep_csv, sweep_page
+from reports.record.folders import load_points, load_run, read_planned
 from reports.record.record import write_bytes_atomic, write_text_atomic
 from reports.record.rows import read_telemetry
 
@@ -116,16 +122,20 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     name, trials = sweep_dir.resolve().name, search_section(sweep_dir)
     title = f"Sweep {name}" if trials is None else f"Search {name}"
     folders = {row.place: [target / row.folder.relative_to(sweep_dir), row.folder] for row in rows}
-    page = sweep_page(
-        title,
-        rows,
-        _links(folders, target),
-        trials.text if trials else (),
-        num_planned(sweep_dir),
-    )
+    num_points, command = read_planned(sweep_dir)
+    text = trials.text if trials else ()
+    page = sweep_page(title, rows, _links(folders, target), text, num_points)
     page = replace(page, links=_beside(sweep_dir, target, SWEEP_FILES))
+    records = records_of(rows)
+    if records:
+        in_mlflow = {"tag": "harness.sweep_ids", "value": name}
+        page = replace(page, commands=commands(records[0], command, **in_mlflow))
     if trials is not None:
-        page = replace(page, sections=(replace(trials, text=()), *page.sections))
+        page = replace(
+            page,
+            commands=(*best_command(sweep_dir), *page.commands),
+            sections=(replace(trials, text=()), *page.sections),
+        )
     against = peers_section(rows)
     if against is not None:
         page = replace(page, sections=(page.sections[0], against, *page.sections[1:]))

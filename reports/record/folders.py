@@ -27,22 +27,29 @@ class Point:
 
 
 PLANNED_NAME: Final = "sweep.json"
-"""File in a sweep's folder with the number of its points."""
+"""File in a sweep's folder with the number of its points and its command."""
 
 
-def write_planned(sweep: Path, num_points: int) -> None:
-    """Note in a sweep's folder, before its points run, how many it has."""
+def write_planned(sweep: Path, num_points: int, command: str = "") -> None:
+    """Note in a sweep's folder, before its points run, how many it has and what runs it again."""
     sweep.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(sweep / PLANNED_NAME, json.dumps({"num_points": num_points}) + "\n")
+    write_text_atomic(
+        sweep / PLANNED_NAME, json.dumps({"num_points": num_points, "command": command}) + "\n"
+    )
 
 
-def num_planned(sweep: Path) -> int | None:
-    """Return how many points a sweep has, also those that never began; None if not noted."""
+def read_planned(sweep: Path) -> tuple[int | None, str]:
+    """Return how many points a sweep has, also those that never began, and its command.
+
+    None and an empty text where they are not noted.
+    """
     try:
-        found = json.loads((sweep / PLANNED_NAME).read_text(encoding="utf-8"))["num_points"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if isinstance(found, int) else None
+        found = json.loads((sweep / PLANNED_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    noted = found if isinstance(found, dict) else {}
+    num_points = noted.get("num_points")
+    return num_points if isinstance(num_points, int) else None, str(noted.get("command") or "")
 
 
 def is_run_folder(folder: Path) -> bool:

@@ -119,11 +119,11 @@ def test_no_difference_is_not_green_and_its_interval_is_the_large_figure():
         low=0.93, high=1.08, ratio=1.002, resolution=12.0, verdict="no difference resolved"
     )
     page = ab_page(comparison(rows=[unsure]), {})
-    assert page.verdict.kind == "plain"
+    assert page.verdict.kind == "grey"
     assert page.verdict.answer == "No difference found: noise is a factor of 13.0"
     (card,) = page.cards
-    assert (card.value, card.kind) == ("0.930 to 1.080", "plain")
-    assert page.sections[0].tables[0].kinds == {}
+    assert (card.value, card.kind) == ("0.930 to 1.080", "grey")
+    assert page.sections[0].tables[0].kinds == {0: "grey"}
 
 
 def test_a_difference_is_said_first_with_its_interval():

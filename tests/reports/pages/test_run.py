@@ -474,6 +474,15 @@ def test_cards_have_context_and_their_definitions_as_tips():
     )
 
 
+def test_a_run_that_is_in_mlflow_says_how_it_is_found():
+    tracking = {"backend": "mlflow", "uri": "sqlite:///my runs.db"}
+    record = ok_record(config=ok_record().config | {"tracking": tracking}, run_id="a-1")
+    assert [command.text for command in run_page(record).commands][1:] == [
+        "tightfit ui --store 'sqlite:///my runs.db'    # then search: "
+        "tags.`harness.run_id` LIKE '%a-1%'"
+    ]
+
+
 def test_what_is_long_is_folded_and_not_printed():
     sections = {section.short: section for section in run_page(ok_record()).sections}
     assert not sections["Configuration"].is_printed

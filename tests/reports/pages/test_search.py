@@ -1,10 +1,11 @@
 """The page of a search: its goal, its trials, and the best one that keeps the constraints."""
 
 import json
+import shlex
 
 import pytest
 
-from reports.pages.sweep import search_section
+from reports.pages.sweep import best_command, search_section
 from reports.pages.write import write_sweep_report
 from tests.reports.conftest import write_run
 from tests.reports.examples import no_fit_record
@@ -40,6 +41,15 @@ def test_the_best_trial_is_the_one_that_keeps_the_constraints(tmp_path):
         *("does not keep memory/gpu_peak_gib<=2", "the best", "", "the plan does not fit"),
     ]
     assert table.kinds == {0: "warn", 3: "bad"}
+
+
+def test_the_best_can_be_run_again(tmp_path):
+    assert best_command(tmp_path) == ()
+    conf = tmp_path / "my search" / "conf"
+    (conf / "experiment").mkdir(parents=True)
+    (conf / "experiment" / "best.yaml").touch()
+    (command,) = best_command(tmp_path / "my search")
+    assert shlex.split(command.text)[2:] == ["--config-dir", str(conf), "+experiment=best"]
 
 
 def test_of_times_the_least_is_the_best(tmp_path):

@@ -218,9 +218,11 @@ def test_points_that_never_began_count(tmp_path, monkeypatch):
     monkeypatch.setattr("reports.pages.write.SWEEP_FIGURES", {})  # they are not looked at
     folder = tmp_path / "sweep"
     write_run(ok_record(), folder / "0")
-    write_planned(folder, 6)
+    write_planned(folder, 6, "tightfit sweep offload=none,uva")
     write_sweep_report(folder)
     assert "1 of 6 points ok, 5 not begun" in (folder / "sweep.md").read_text(encoding="utf-8")
+    html = (folder / "sweep.html").read_text(encoding="utf-8")
+    assert "tightfit sweep offload=none,uva</code>" in html
     (folder / "sweep.json").write_text("[", encoding="utf-8")
     write_sweep_report(folder)
     assert "1 of 1 point ok" in (folder / "sweep.md").read_text(encoding="utf-8")
