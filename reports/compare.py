@@ -8,8 +8,8 @@ from typing import Final
 from reports import facts
 from reports.record.folders import Point
 from reports.record.metrics import Metric, Metrics, found
-from reports.record.record import RecordError, RunRecord
-from reports.record.text import flatten, leaf, shorten
+from reports.record.record import MEASURED, RecordError, RunRecord
+from reports.record.text import flatten, last_keys, leaf, shorten
 
 WORK: Final = ("scenario.", "model.")
 """Settings that say what was to be done."""
@@ -120,8 +120,10 @@ def sweep_rows(points: Sequence[Point]) -> list[Row]:
 def compare_rows(runs: Sequence[tuple[Path, RunRecord]]) -> list[Run]:
     """Return a row for each run, labelled by its name, and by its run's id where labels repeat.
 
-    Of names that list settings, those that all runs have are left out; long ones are shortened.
+    Runs without figures come last, so that the first one can be what others are held against. Of
+    names that list settings, those that all runs have are left out; long ones are shortened.
     """
+    runs = sorted(runs, key=lambda pair: pair[1].status not in MEASURED)
     names = _distinct_parts([record.name for _, record in runs])
     names = [shorten(name, LABEL_CHARS) for name in names]
     rows = []
@@ -138,7 +140,10 @@ def _distinct_parts(names: Sequence[str]) -> list[str]:
     if not all("=" in part for part in shared):  # a comma within a value
         return list(names)
     left = [[part for part in own if part not in shared] for own in parts]
-    return [",".join(own) for own in left] if all(left) else list(names)
+    if not all(left):
+        return list(names)
+    ends = [last_keys(" ".join(own)) for own in left]
+    return ends if len({*ends}) == len({*names}) else [" ".join(own) for own in left]
 
 
 def check_distinct(runs: Sequence[Run]) -> None:

@@ -6,6 +6,7 @@ import sys
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,8 @@ from catalogue.terminal import EXIT_OK, say, show
 from engine.errors import ConfigError, did_you_mean
 
 LATEST: Final = "latest"
+KEPT_IN: Final = ("runs", "searches")
+"""Folders of TIGHTFIT_HOME that hold runs."""
 PAGES: Final = ("report.html", "sweep.html", "compare.html")
 """Pages of a run, of a sweep and of a comparison."""
 _SHORT: Final = 6
@@ -21,43 +24,54 @@ _SHORT: Final = 6
 
 
 def find_run(word: str) -> Path:
-    """Return the folder of a run or a sweep.
+    """Return the folder of a run, a sweep or a search.
 
     Args:
-        word: `latest`, an id or its beginning, ID/POINT for a point of a sweep, or a folder.
+        word: `latest`, an id or its beginning, ID/POINT for a point of a sweep, or a folder; the id
+            of a search is its name.
 
     Raises:
         ConfigError: there is none, or several begin so.
     """
-    runs = tightfit_home() / "runs"
+    runs, folders = tightfit_home() / "runs", _folders()
     if word == LATEST:
-        found = max(_folders(runs), key=lambda folder: folder.name, default=None)
+        found = max(folders, key=_started, default=None)
         if found is None:
             raise ConfigError(f"run: expected runs in {runs}, found none. Start one: tightfit run")
         return found
     if (folder := expanded(word)).is_dir():
         return folder.resolve()
     first, _, point = word.partition("/")
-    matching = [path for path in sorted(_folders(runs)) if first and path.name.startswith(first)]
+    matching = [path for path in sorted(folders) if first and path.name.startswith(first)]
+    matching = [path for path in matching if path.name == first] or matching
     if len(matching) == 1 and (matching[0] / point).is_dir():
         return matching[0] / point
-    names = [folder.name for folder in _folders(runs)]
+    names = [folder.name for folder in folders]
     if len(matching) > 1:
         listed = ", ".join(folder.name for folder in matching[:_SHORT])
         raise ConfigError(f"run {word}: expected one run, got {len(matching)}: {listed}.")
     raise ConfigError(
-        f"run: expected {LATEST}, a folder, or the id of a run in {runs}, got {word!r}."
+        f"run: expected {LATEST}, a folder, or the id of a run in {runs.parent}, got {word!r}."
         f"{did_you_mean(word, names)}"
     )
 
 
 def run_ids() -> list[str]:
-    """Return the ids of all runs and sweeps of TIGHTFIT_HOME, the newest first."""
-    return sorted((folder.name for folder in _folders(tightfit_home() / "runs")), reverse=True)
+    """Return the ids of all runs, sweeps and searches of TIGHTFIT_HOME, the newest first."""
+    return [folder.name for folder in sorted(_folders(), key=_started, reverse=True)]
 
 
-def _folders(runs: Path) -> list[Path]:
-    return [folder for folder in runs.glob("*") if folder.is_dir()]
+def _folders() -> list[Path]:
+    home = tightfit_home()
+    return [path for name in KEPT_IN for path in (home / name).glob("*") if path.is_dir()]
+
+
+def _started(folder: Path) -> str:
+    """Return when a run or a sweep started, which its name says, or a search last went on."""
+    question = folder / "search.json"
+    if not question.is_file():
+        return folder.name
+    return f"{datetime.fromtimestamp(question.stat().st_mtime, UTC).astimezone():%Y%m%d-%H%M%S}"
 
 
 def open_page(arguments: Sequence[str]) -> int:
@@ -108,7 +122,7 @@ def compare(arguments: Sequence[str]) -> int:
     """`tightfit compare`: hold runs of the same work against the first of them."""
     parser = argparse.ArgumentParser(
         prog="tightfit compare",
-        description="Compare runs of the same work with the first of them.",
+        description="Compare runs of the same work with the first of them that has figures.",
     )
     parser.add_argument("run", nargs="+", help="latest, id, ID/POINT or folder; two at least")
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the page")

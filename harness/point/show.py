@@ -107,7 +107,7 @@ def build_report(folder: Path) -> list[str]:
     if done.returncode == 0:
         return []
     lines = done.stderr.strip().splitlines()
-    reason = lines[-1].rstrip(".") if lines else "no message"
+    reason = lines[-1].rstrip(".") if lines else f"it ended with code {done.returncode}"
     return [f"report: not made: {reason}. Later: {again}"]
 
 

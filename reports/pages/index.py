@@ -19,7 +19,8 @@ from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_tex
 from reports.record.text import ABSENT, GIB, number, shorten
 
 RUNS: Final = "runs"
-"""Folder of a home below which its runs are."""
+FOLDERS: Final = (RUNS, "searches")
+"""Folders of a home below which its runs are."""
 COLUMNS: Final = (
     (METRICS["throughput/output_tok_s"], METRICS["serve/output_tok_s"]),
     (METRICS["latency/tpot_ms"], METRICS["serve/tpot_ms"]),
@@ -60,13 +61,13 @@ class RunRow:
 
 
 def write_index(home: Path) -> Path:
-    """Write HOME/index.html, the page of every run below HOME/runs; return its path.
+    """Write HOME/index.html, the page of every run of a home; return its path.
 
     Records are read, reports are linked where they exist and never drawn: a thousand runs take a
     few seconds. Links are relative, so that the page works from a file and in a copy of the home.
 
     Args:
-        home: the folder that holds `runs`.
+        home: the folder that holds FOLDERS.
 
     Raises:
         RecordError: there is no such folder.
@@ -83,32 +84,32 @@ def write_index(home: Path) -> Path:
 
 
 def index_page(home: Path) -> Page:
-    """Return the page of every run below HOME/runs, newest first.
+    """Return the page of every run of a home, newest first.
 
     A run that later sweeps took over has one row, of the folder where it was measured.
     """
-    runs = home / RUNS
+    points = (point for name in FOLDERS for point in each_point(home / name))
     rows, sweeps = dict[str, tuple[Path, RunRow]](), dict[Path, _Sweep]()
-    for point in each_point(runs):
+    for point in points:
         row = run_row(point)
         parent = point.folder.parent
-        if parent != runs:
+        if _name(parent, home):
             _count(sweeps.setdefault(parent, _Sweep()), point)
         key = row.run_id or str(point.folder)
         if key not in rows or point.folder < rows[key][0]:
             rows[key] = (point.folder, row)
     found = []
     for folder, row in sorted(rows.values(), key=lambda item: item[1].started, reverse=True):
-        name = "" if folder.parent == runs else folder.parent.relative_to(runs).as_posix()
-        found.append((row.started, (*row.cells, name), row.kind, _address(folder, home)))
+        cells = (*row.cells, _name(folder.parent, home))
+        found.append((row.started, cells, row.kind, _address(folder, home)))
     counts = Counter(row.state or row.cells[len(_BEFORE) - 1] for _, row in rows.values())
-    sections = [_sweeps_section(sweeps, home, runs)] if sweeps else []
+    sections = [_sweeps_section(sweeps, home)] if sweeps else []
     if found:
         sections.append(_runs_section(found))
     text = ", ".join(f"{count} {word}" for word, count in counts.most_common())
     return Page(
         title="Runs",
-        subtitle=text or f"No run yet below {runs}.",
+        subtitle=text or f"No run yet below {home / RUNS}.",
         details=str(home.resolve()),
         sections=tuple(sections),
         is_filtered=bool(found),
@@ -128,13 +129,13 @@ def _runs_section(found: list[tuple[str, tuple[str, ...], Kind, str]]) -> Sectio
     return Section(title="All runs", tables=(table,))
 
 
-def _sweeps_section(sweeps: Mapping[Path, _Sweep], home: Path, runs: Path) -> Section:
+def _sweeps_section(sweeps: Mapping[Path, _Sweep], home: Path) -> Section:
     order = sorted(sweeps.items(), key=lambda item: item[1].first, reverse=True)
     table = Table(
         columns=("sweep", "of", "first run", "model", "runs", "ok"),
         rows=[
             (
-                folder.relative_to(runs).as_posix(),
+                _name(folder, home),
                 " x ".join(one.keys),
                 _moment(one.first),
                 ", ".join(sorted(one.models)),
@@ -146,7 +147,7 @@ def _sweeps_section(sweeps: Mapping[Path, _Sweep], home: Path, runs: Path) -> Se
         numeric=frozenset({4, 5}),
         links={place: _sweep_address(folder, home) for place, (folder, _) in enumerate(order)},
     )
-    return Section(title="Sweeps", tables=(table,))
+    return Section(title="Sweeps and searches", tables=(table,))
 
 
 def run_row(point: Point) -> RunRow:
@@ -221,6 +222,11 @@ def _address(folder: Path, home: Path) -> str:
 def _sweep_address(folder: Path, home: Path) -> str:
     report = folder / SWEEP_NAME
     return _relative(report if report.is_file() else folder, home)
+
+
+def _name(folder: Path, home: Path) -> str:
+    """Return the name of a sweep or a search; empty for a folder that holds them."""
+    return "/".join(folder.relative_to(home).parts[1:])
 
 
 def _relative(path: Path, home: Path) -> str:

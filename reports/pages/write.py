@@ -28,7 +28,14 @@ from reports.pages.ab import ab_page, is_ab
 from reports.pages.compare import compare_csv, compare_page
 from reports.pages.page import Link, Page, Section, commands, metrics_csv
 from reports.pages.run import run_page
-from reports.pages.sweep import best_command, peers_section, search_section, sweep_csv, sweep_page
+from reports.pages.sweep import (
+    SEARCH_NAME,
+    best_command,
+    peers_section,
+    search_section,
+    sweep_csv,
+    sweep_page,
+)
 from reports.record.folders import load_points, load_run, read_planned
 from reports.record.record import write_bytes_atomic, write_text_atomic
 from reports.record.rows import read_telemetry
@@ -235,8 +242,12 @@ def _beside(folder: Path, target: Path, names: Sequence[str]) -> tuple[Link, ...
     found = [(name, folder / name) for name in names if (folder / name).is_file()]
     homes = [home for home in folder.parents[1:3] if (home / INDEX_NAME).is_file()]
     found = [("All runs", home / INDEX_NAME) for home in homes[:1]] + found
-    if (folder.parent / SWEEP_MARK).is_file():
-        found.insert(0, ("Sweep", folder.parent / SWEEP_NAME))
+    above = {SWEEP_MARK: "Sweep", SEARCH_NAME: "Search"}
+    found[:0] = [
+        (label, folder.parent / SWEEP_NAME)
+        for mark, label in above.items()
+        if (folder.parent / mark).is_file()
+    ]
     return tuple(Link(label=label, address=_relative(path, target)) for label, path in found)
 
 

@@ -5,7 +5,7 @@ import pytest
 from reports.compare import UnlikeError, check_alike, compare_rows, compared_metrics
 from reports.record.judging import ratio_interval
 from reports.record.metrics import METRICS
-from tests.reports.examples import config, ok_record
+from tests.reports.examples import config, no_fit_record, ok_record
 
 
 def peer_record(factor=2.0, **changes):
@@ -132,7 +132,8 @@ def test_equal_names_are_told_apart_by_their_run(tmp_path):
     ("names", "labels"),
     [
         (["o=none,g=8", "o=uva,g=8"], ["o=none", "o=uva"]),
-        (["o=none,g=8", "o=uva,g=16"], ["o=none,g=8", "o=uva,g=16"]),
+        (["o=none,a.g=8", "o=uva,a.g=16"], ["o=none g=8", "o=uva g=16"]),
+        (["a.g=8,b.g=8", "b.g=8,c.g=8"], ["a.g=8", "c.g=8"]),
         (["o=uva,g=8", "o=uva"], ["o=uva,g=8", "o=uva"]),
         (["v=[1,2],g=1", "v=[3,2],g=1"], ["v=[1,2],g=1", "v=[3,2],g=1"]),
     ],
@@ -140,6 +141,12 @@ def test_equal_names_are_told_apart_by_their_run(tmp_path):
 def test_labels_leave_out_settings_that_all_runs_have(tmp_path, names, labels):
     rows = rows_of(tmp_path, *(ok_record(name=name) for name in names))
     assert [row.label for row in rows] == labels
+
+
+def test_a_run_without_figures_is_not_what_others_are_held_against(tmp_path):
+    records = [no_fit_record(name="small"), ok_record(name="a"), ok_record(name="b")]
+    rows = rows_of(tmp_path, *records)
+    assert [(row.label, row.place) for row in rows] == [("a", 0), ("b", 1), ("small", 2)]
 
 
 def test_long_labels_are_shortened_and_told_apart(tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import webbrowser
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def test_a_run_is_found_by_its_id(home: Path) -> None:
         find_run("/0")
     with pytest.raises(ConfigError, match=f"Did you mean {OLD}"):
         find_run(OLD.replace("aaa", "aac"))
+
+
+def test_a_search_is_found_by_its_name(home: Path) -> None:
+    trial = home / "searches" / "mine" / "3"
+    trial.mkdir(parents=True)
+    (home / "searches" / "mine2").mkdir()
+    for name, time_s in (("mine", 2e9), ("mine2", 1.0)):  # later than every run, and earlier
+        question = home / "searches" / name / "search.json"
+        question.touch()
+        os.utime(question, (time_s, time_s))
+    assert find_run("mine") == find_run("latest") == trial.parent
+    assert find_run("mine/3") == trial
 
 
 def test_without_runs_latest_is_refused(

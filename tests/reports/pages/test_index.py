@@ -42,6 +42,7 @@ def home(tmp_path_factory):
     noted = light_record(name="noted", run_id="c", started_at="2026-11-27T07:00:00+00:00")
     noted.effective["warnings"] = ["something"]
     write_run(noted, runs / "5")
+    write_run(light_record(name="trial", run_id="d"), home / "searches" / "mine" / "7")
     (runs / "3").mkdir()
     (runs / "3" / "state.json").write_text("{}")
     (runs / "4").mkdir()
@@ -58,7 +59,8 @@ def run_rows(home):
 def test_every_run_has_a_row_newest_first(home):
     rows = run_rows(home)
     assert list(rows)[:2] == [EVIL, "offload=uva"]
-    assert set(rows) == {EVIL, "offload=uva", "offload=none", "early", "noted", "3", "4"}
+    assert set(rows) == {EVIL, "offload=uva", "offload=none", "early", "noted", "trial", "3", "4"}
+    assert rows["trial"][-1] == "mine"
     assert rows["noted"][6] == "ok, valid, 1 warning"
     assert rows["offload=uva"][1:] == [
         *("2026-11-27 10:15", "olmo7b", "uva", "16.0", "NVIDIA H200", "ok, valid"),
@@ -75,7 +77,7 @@ def test_a_run_that_was_taken_over_is_listed_and_counted_once(home):
     page = read_html(home, "index.html")
     rows = [row for row in page.rows if row]
     assert [row[-1] for row in rows if row[0] == "offload=uva"] == ["sweep"]
-    assert "3 ok, valid" in page.words
+    assert "4 ok, valid" in page.words
     assert sorted(row for row in rows if row[0] in {"sweep", "sweep2"})[:2] == [
         ["sweep", "offload", "2026-11-27 10:15", "olmo7b", "2", "1"],
         ["sweep2", "offload", "2026-11-27 10:15", "olmo7b", "1", "1"],
