@@ -23,6 +23,8 @@ COUNTER_BYTES: Final = 16
 ROUTER_REUSE: Final = 0.5
 """Reuse that is assumed of real weights. Of Qwen3-30B-A3B others report hits as of 0.8, of some
 models hardly any; the counted hits of a run say what it is."""
+_MOST_DOUBLINGS: Final = 20.0
+"""Steps that a bank remembers at most, as a power of two."""
 
 
 def bank_tensor(tensor: TensorSpec, num_slots: int) -> TensorSpec:
@@ -170,16 +172,56 @@ class ExpertPlan:
     def hit_share(self, num_slots: int, num_sequences: float = 1) -> float:
         """Return the share of a layer's routed experts that is expected to lie in its bank.
 
-        A bank holds the experts that its sequences had last, and then others. A pick that repeats
-        is of the former, any other is as likely any of the latter.
+        A bank holds what the last so many steps routed to (Che, Tung, Wang 2002: Hierarchical web
+        caching systems); an expert is hit if its own sequence or another one did within them. A
+        bank of fewer slots than a step has experts holds some of the newest step's.
         """
-        experts = self.num_experts
-        if self.reuse is None or num_slots >= experts:
+        key = num_slots, num_sequences
+        if key not in self._hit_shares:
+            self._hit_shares[key] = self._hit_share(num_slots, num_sequences)
+        return self._hit_shares[key]
+
+    @cached_property
+    def _hit_shares(self) -> dict[tuple[int, float], float]:
+        """What was found, by arguments."""
+        return {}
+
+    def _hit_share(self, num_slots: int, num_sequences: float) -> float:
+        experts, reuse = self.num_experts, self.reuse
+        if reuse is None or num_slots >= experts:
             return min(1.0, num_slots / experts)
-        recent = experts * (1 - math.pow(1 - self.recent / experts, num_sequences))
-        if num_slots <= recent:
-            return self.reuse * num_slots / recent
-        return self.reuse + (1 - self.reuse) * (num_slots - recent) / (experts - recent)
+
+        def held(steps: float) -> float:
+            """How many experts so many steps of all sequences routed to."""
+            absent = 1 - self.seen(steps) / experts
+            return experts * (1 - math.pow(absent, num_sequences))
+
+        low, high = 0.0, _MOST_DOUBLINGS
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (middle, high) if held(2**middle) < num_slots else (low, middle)
+        seen, recent = self.seen(2**high), self.recent
+        if recent >= experts:  # every pick repeats
+            own = seen / recent
+        else:
+            own = reuse * min(1.0, seen / recent)
+            own += (1 - reuse) * max(0.0, seen - recent) / (experts - recent)
+        missed = (1 - own) * math.pow(1 - seen / experts, num_sequences - 1)
+        return (1 - missed) * min(1.0, num_slots / held(1.0))
+
+    def seen(self, steps: float) -> float:
+        """Return how many experts of a layer so many steps of one sequence route to.
+
+        Picks that do not repeat one of the last WINDOW_TOKENS tokens fall on any other expert.
+        """
+        top_k, recent, window = self.top_k, self.recent, WINDOW_TOKENS
+        if steps <= window:
+            return top_k + (recent - top_k) * (steps - 1) / (window - 1)
+        others = self.num_experts - recent
+        if not others:
+            return recent
+        drawn = top_k * (1 - (self.reuse or 0.0)) / others
+        return recent + others * (1 - math.exp(-drawn * (steps - window)))
 
     def missed(self, num_slots: int, num_tokens: float, num_sequences: float = 1) -> float:
         """Return how many experts of a layer a step is expected to copy into the bank.

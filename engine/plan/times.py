@@ -423,12 +423,15 @@ def _read_bytes(shape: Shape, held: Held, *, is_staged: bool) -> list[tuple[Read
     return list(zip(here, there, strict=True))
 
 
-EXPERTS_SHARE: Final = 0.65
-"""Grouped products of few tokens, bytes of routed experts read over the copy rate of HBM. Assumed.
-"""
-EXPERTS_OVERHEAD_S: Final = 25e-6
-"""Router, choice, claims of slots and grouped products of one layer, beside their bytes. Assumed.
-"""
+EXPERTS_SHARES: Final = ((16, 0.95, 0.80), (64, 0.75, 0.65))
+"""Tokens of a grouped product at most, its bytes of plain experts read over the copy rate of HBM,
+and its rate for codes and quantised experts over that of a dense product (H200, 30B-A3B)."""
+MANY_EXPERTS_SHARE: Final = 0.65
+"""The former for more tokens. Assumed."""
+EXPERTS_OVERHEAD_S: Final = 10e-6
+"""Router, choice and grouped products of one layer, beside their bytes (H200, 30B-A3B)."""
+CLAIM_OVERHEAD_S: Final = 8e-6
+"""Claims and copies of a layer's bank in which nothing is missing (H200, 30B-A3B)."""
 PART_OVERHEAD_S: Final = 15e-6
 """Claims, copies and products of one more part of a step in a layer. Assumed."""
 
@@ -443,7 +446,9 @@ def _experts_s(rates: Rates, step: _Step, experts: ExpertReads) -> tuple[float, 
     share = plan.distinct(num_tokens) / plan.num_experts
     each = max(1.0, num_tokens * plan.top_k / plan.num_experts)
     place_rate = rates.in_place_gb_s * 1e9
-    read_s = share * here.plain / (EXPERTS_SHARE * rates.hbm_gb_s * 1e9)
+    shares = (found for most, *found in EXPERTS_SHARES if num_tokens <= most)
+    plain_share, packed_share = next(shares, (MANY_EXPERTS_SHARE, 1.0))
+    read_s = share * here.plain / (plain_share * rates.hbm_gb_s * 1e9)
     read_s += share * there.plain * math.ceil(each / IN_PLACE_TILE_ROWS) / place_rate
     before_s, packed_s = _packed_s(
         rates, num_tokens, here.packed.share(share), there.packed.share(share)
@@ -453,9 +458,10 @@ def _experts_s(rates: Rates, step: _Step, experts: ExpertReads) -> tuple[float, 
         missed = plan.missed(layer.num_slots, num_tokens, num_sequences)
         missed_s = missed * layer.cached_bytes / place_rate
         before_s += (plan.num_parts(layer.num_slots, num_tokens) - 1) * PART_OVERHEAD_S
+        before_s += 0.0 if rates.is_cpu else CLAIM_OVERHEAD_S
     if not rates.is_cpu:
         before_s += EXPERTS_OVERHEAD_S
-    return before_s, read_s + packed_s, missed_s
+    return before_s, read_s + packed_s / packed_share, missed_s
 
 
 def _packed_s(
