@@ -181,7 +181,7 @@ def _refusal(name: str, source: ModelSource, error: Exception) -> ModelUnavailab
     )
 
     elsewhere = (
-        f"run `tightfit models fetch {name}` where the hub can be reached and copy "
+        f"run `tightfit models fetch {source.repo}` where the hub can be reached and copy "
         f"{tightfit_home() / 'hub'} here"
     )
     match error:

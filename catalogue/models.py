@@ -100,7 +100,7 @@ def named(model: str, config_dir: Path | None = None) -> Model:
         return Model(name=_short(model.partition("/")[2]), source=source)
     if Path(model).is_absolute():
         raise ConfigError(
-            f"model: expected a folder or file that there is, got {model!r}. Put it back, or give "
+            f"model: expected an existing folder or file, got {model!r}. Put it back, or give "
             "another one."
         )
     known = names(config_dir)

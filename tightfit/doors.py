@@ -39,7 +39,7 @@ class LLM(engine_llm.LLM):
 
         Raises:
             ConfigError: there is no such model, or a keyword is refused.
-            ModelUnavailableError: its weights are not to be had.
+            ModelUnavailableError: its weights are absent and cannot be fetched.
             CapacityError: it does not fit; the message has the figures.
         """
         with in_keywords(ModelUnavailableError):

@@ -126,7 +126,7 @@ class PlannerConfig(Sealed):
 
     section: ClassVar = "planner"
     choose: bool = False
-    """Choose the placement of every tensor, as offload=auto does."""
+    """Choose the placement of every tensor by predicted times."""
     objective: str = "latency"
     """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
     sequence)."""

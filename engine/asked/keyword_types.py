@@ -18,7 +18,7 @@ class Keywords(TypedDict, total=False):
     block_size: int
     """Tokens in a block: 8, 16, 32, 64 or 128."""
     choose: bool
-    """Choose the placement of every tensor, as choose=True does."""
+    """Choose the placement of every tensor by predicted times."""
     compute_capability: float | None
     """Compute capability of a planned card that is not in this machine; below 8.0, weights are
     planned in float16. None: 8.0 or more."""

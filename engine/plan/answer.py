@@ -443,7 +443,7 @@ def rounded_rows(asked: Asked, planned: Planned, context: int | None) -> list[Ro
         return []
     way = Way(settings=(), asked=replace(asked, config=rounded, tensor_formats={}), plan=plan)
     settings = " ".join((*offload, "model.quantize=int4"))
-    effect = f"{way.effect()}, other tokens than {spec.dtype}'s"
+    effect = f"{way.effect()}, other tokens than {plan.dtype}'s"
     return [("4-bit", settings, f"{rate(way.tokens_s(context))} tok/s", effect)]
 
 

@@ -79,7 +79,7 @@ def test_names_are_models_and_every_one_is_found() -> None:
         ("fake", "model fake: expected a model with a source"),
         ("local", "model local: expected a model with a source"),
         ("./nothing", "a folder, or OWNER/NAME of a model hub, got './nothing'"),
-        ("/nothing/[x]", "expected a folder or file that there is, got '/nothing/\\[x\\]'. Put it"),
+        ("/nothing/[x]", "expected an existing folder or file, got '/nothing/\\[x\\]'. Put it"),
     ],
 )
 def test_what_is_no_model_is_refused(name: str, message: str) -> None:
