@@ -27,7 +27,7 @@ from engine.errors import ConfigError
 from engine.sealed import GIB
 from harness.config.compose import Composer
 from harness.config.engine import require_package
-from harness.config.schema import GROUPS, RunConfig, SweepContext, TrackingConfig
+from harness.config.schema import GROUPS, RunConfig, SweepContext
 from harness.folders import install_extra
 from harness.forecast.skip import planned_shortage
 from harness.point.full_disk import exit_code, is_full, require_room, require_writable
@@ -147,14 +147,14 @@ class TrialRunner:
             return Outcome(status="failed", reason=reason, excesses=(UNKNOWN_GIB,), folder=folder)
         return judge(record, self._goal, folder)
 
-    def check_goal(self, overrides: Sequence[str]) -> TrackingConfig:
-        """Return where trials are mirrored to.
+    def check_goal(self, overrides: Sequence[str]) -> RunConfig:
+        """Return the configuration of a trial.
 
         Raise ConfigError unless the scenario of a trial measures what the goal is about.
         """
         config, _ = self.compose(overrides)
         check_measured(self._goal, config.scenario)
-        return config.tracking
+        return config
 
 
 def _lacking_gib(plan: Mapping[str, Any]) -> float:
@@ -257,6 +257,9 @@ class Study:
         for trial in before:
             if trial.state.name == "RUNNING":
                 self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+                left = folder / str(trial.number)
+                if not (left / RESULT_NAME).is_file():  # reports take it for one that still runs
+                    shutil.rmtree(left, ignore_errors=True)
         # Seeded by what is there too, so that a search that goes on does not repeat itself.
         self._study.sampler = optuna.samplers.TPESampler(
             seed=request.seed + len(before),
@@ -404,12 +407,12 @@ def search(request: SearchRequest) -> int:
     folder = tightfit_home() / "searches" / request.name
     require_writable("TIGHTFIT_HOME", folder)
     runner = TrialRunner(Composer(request.config_dir), request.base, request.goal)
-    tracking = _check(runner, request)
+    config = _check(runner, request)
     with open_study(request, folder) as study:
         say(f"search {request.name}: {study.num_built()} of {request.trials} trials have run.")
 
         def run_trial(index: int, proposal: Proposal) -> Outcome:
-            context = replace(_context(request, folder, index), number=study.num_built() + 1)
+            context = _context(request, config.model.name, folder, index, study.num_built() + 1)
             return runner.run(overrides_of(proposal), context)
 
         interrupt: KeyboardInterrupt | None = None
@@ -418,12 +421,12 @@ def search(request: SearchRequest) -> int:
         except KeyboardInterrupt as error:
             ended, interrupt = "interrupted", error
         with interrupt_afterwards(interrupt):
-            is_found = _conclude(request, study, runner, tracking, folder, ended)
+            is_found = _conclude(request, study, runner, config, folder, ended)
     return EXIT_OK if is_found and not study.is_early else EXIT_NOT_ALL_OK
 
 
-def _check(runner: TrialRunner, request: SearchRequest) -> TrackingConfig:
-    """Check base and goal with the first combination that composes; return the tracking."""
+def _check(runner: TrialRunner, request: SearchRequest) -> RunConfig:
+    """Check base and goal with the first combination that composes, and return that."""
     try:
         return runner.check_goal(overrides_of(request.space.first()))
     except ConfigError as error:
@@ -433,17 +436,22 @@ def _check(runner: TrialRunner, request: SearchRequest) -> TrackingConfig:
             raise error from None
 
 
-def _context(request: SearchRequest, folder: Path, index: int) -> SweepContext:
+def _context(
+    request: SearchRequest, model: str, folder: Path, index: int, number: int = 0
+) -> SweepContext:
     # Hydra's spelling of the base may differ; what varies is named by what is not in it.
     base = {item.lstrip("+") for item in request.base}
     shared = tuple(spelling for item in base for spelling in (item, f"+{item}", f"++{item}"))
+    name = request.name.removeprefix("search-")
+    extreme = "highest" if request.goal.is_maximum else "lowest"
     return SweepContext(
         sweep_id=request.name,
         folder=folder,
         index=index,
         total=request.trials,
         shared=shared,
-        title=f"search {request.name}: {request.goal.metric}",
+        number=number,
+        title=f"{model}: search {name}, {extreme} {request.goal.metric}",
     )
 
 
@@ -451,7 +459,7 @@ def _conclude(
     request: SearchRequest,
     study: Study,
     runner: TrialRunner,
-    tracking: TrackingConfig,
+    first: RunConfig,
     folder: Path,
     ended: str,
 ) -> bool:
@@ -465,8 +473,8 @@ def _conclude(
     records = _records(trials, folder)
     if records:
         warnings, _ = finish_sweep(
-            tracking,
-            _context(request, folder, 0),
+            first.tracking,
+            _context(request, first.model.name, folder, 0),
             records,
             interrupted=ended == "interrupted",
             is_ok=best is not None,

@@ -1,6 +1,7 @@
 """What the user reads at the end of a point: figures, status, files, and how to look at them."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -90,7 +91,7 @@ def build_report(folder: Path) -> list[str]:
     The record is complete without it: a machine without the drawing packages, or a report that
     fails, costs no run.
     """
-    again = f"tightfit open {folder}"
+    again = f"tightfit open {shlex.quote(str(folder))}"
     try:
         done = subprocess.run(
             [*module_command("reports"), str(folder)],

@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -333,7 +334,7 @@ def test_the_summary_of_a_bad_point_is_short(tmp_path):
 def test_a_report_without_a_record_is_a_warning(tmp_path):
     (warning,) = build_report(tmp_path)
     assert warning.startswith("report: not made: ")
-    assert f"tightfit open {tmp_path}" in warning
+    assert f"tightfit open {shlex.quote(str(tmp_path))}" in warning
 
 
 def test_the_report_of_a_record_is_made(tmp_path):

@@ -177,8 +177,12 @@ def test_a_trial_that_a_killed_process_left_is_closed(tmp_path):
     request = request_of(*FEW, "--trials", "9")
     with open_study(request, tmp_path / "search") as study:
         study._study.ask()
+    left = tmp_path / "search" / "0" / "state.json"
+    left.parent.mkdir()
+    left.touch()
     trials, (_, _, count) = run(tmp_path, request)
     assert (len(trials.ran), count) == (4, 5)
+    assert not left.parent.exists()
 
 
 @needs_optuna
@@ -290,7 +294,7 @@ def test_what_cannot_be_composed_is_a_failed_trial(tmp_path):
 
 
 def _context(tmp_path):
-    return command._context(request_of(*FEW), tmp_path, 0)
+    return command._context(request_of(*FEW), "fake", tmp_path, 0)
 
 
 @pytest.mark.parametrize(
