@@ -43,8 +43,8 @@ class Keywords(TypedDict, total=False):
     enforce_eager: bool
     """Run decode without CUDA graphs."""
     expert_slots: int | None
-    """Slots of each layer's bank; None: as many as have room beside the KV cache of one
-    sequence of max_model_len."""
+    """Slots of each layer's bank; None: as many as fit beside the KV cache of one sequence of
+    max_model_len."""
     experts_first: bool
     """Take the experts of all layers before anything else: a step reads a few of them, and all
     of the rest."""

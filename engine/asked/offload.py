@@ -86,7 +86,7 @@ class ExpertOffloadConfig(Sealed):
 
     section: ClassVar = "offload.experts"
     expert_slots: int | None = number(None, low=1)
-    """Slots of each layer's bank; null: as many as have room beside the KV cache of one sequence of
+    """Slots of each layer's bank; null: as many as fit beside the KV cache of one sequence of
     max_model_len."""
 
     @property

@@ -92,7 +92,7 @@ class ModelSpec(Sealed):
     norm_topk_prob: bool = False
     """Whether weights of the chosen experts are divided by their sum."""
     decoder_sparse_step: int = number(1, low=1)
-    """Every so many-th layer has experts."""
+    """One layer in this many has experts."""
     mlp_only_layers: list[int] = field(default_factory=list)
     """Layers that are dense whatever decoder_sparse_step says."""
     dtype: str = "bfloat16"

@@ -332,8 +332,8 @@ class QualityScenario(Bounded):
     window_tokens: int = field(default=512, metadata=within(2, MOST_LENGTH))
     """Tokens of the text that are computed together; fewer than the model's context has."""
     stride_tokens: int = field(default=256, metadata=TOKENS)
-    """Tokens between the beginnings of two windows; of each window those that none before had
-    count."""
+    """Tokens from the start of a window to the start of the next one; a token counts in the first
+    window that contains it."""
     num_windows: int | None = field(default=32, metadata=REQUESTS)
     """Windows, from the beginning of the text; null: all of it."""
     num_prompts: int = field(default=16, metadata=within(0, MOST_REQUESTS))

@@ -374,7 +374,7 @@ class ServeScenario(Bounded):
     repeats: int = field(default=1, metadata=REQUESTS)
     """Number of measurements, each with its own draws; above 1: means with 95 % intervals."""
     stop_share: float | None = field(default=None, metadata=SHARE)
-    """End when the interval of the mean time of a request is at most this share of it to either
+    """End when the interval of a request's mean time is at most this share of the mean to either
     side."""
 
     def check(self) -> None:
