@@ -33,6 +33,7 @@ from harness.forecast.skip import planned_shortage
 from harness.point.full_disk import exit_code, is_full, require_room, require_writable
 from harness.point.streams import interrupt_afterwards, outlive_readers, sigterm_as_interrupt
 from harness.studies.search_request import (
+    DIGITS,
     HELP,
     Goal,
     Proposal,
@@ -519,7 +520,9 @@ def _table(trials: Sequence[Any]) -> str:
         state = "fail" if trial.value is None else "complete"
         lead = [trial.number, state, facts.get("status"), trial.value]
         rest = ["; ".join(facts.get("broken", [])), facts.get("reason"), facts.get("folder")]
-        writer.writerow([*lead, *rest, *(trial.params.get(key) for key in keys)])
+        values = [trial.params.get(key) for key in keys]
+        values = [round(each, DIGITS) if isinstance(each, float) else each for each in values]
+        writer.writerow([*lead, *rest, *values])
     return buffer.getvalue()
 
 

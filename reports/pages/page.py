@@ -79,7 +79,12 @@ def commands(
 
 def run_again(record: RunRecord) -> str:
     """Return the command that makes the same run again."""
-    return shlex.join(["tightfit", "run", *record.overrides])
+    return " ".join(["tightfit", "run", *map(_quoted, record.overrides)])
+
+
+def _quoted(word: str) -> str:
+    """Return a word as a shell takes it, with ' inside where that is possible."""
+    return f'"{word}"' if "'" in word and not {*word} & {*'"$`!\\'} else shlex.quote(word)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Facts, verdicts and which sections a page has."""
 
+import shlex
+
 import pytest
 
 from reports import facts
@@ -472,6 +474,13 @@ def test_cards_have_context_and_their_definitions_as_tips():
     assert run_page(record).commands[0].text == (
         "tightfit run +model=olmo7b offload=uva gpu=rtx4080_16gb"
     )
+
+
+def test_a_command_is_quoted_so_that_it_can_be_read():
+    record = ok_record(overrides=["ab.a=['offload=none']", "x='$HOME'", "gpu=a b"])
+    text = run_page(record).commands[0].text
+    assert text.startswith("tightfit run \"ab.a=['offload=none']\" ")
+    assert shlex.split(text)[2:] == record.overrides
 
 
 def test_a_run_that_is_in_mlflow_says_how_it_is_found():
