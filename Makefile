@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-browser check lint types arch fmt test-gpu bench bench-kernels bench-kv bench-serve report ui wheelhouse
+.PHONY: help setup run test test-thorough test-slow test-browser check lint types arch fmt test-gpu bench bench-kernels bench-kv bench-serve report ui wheelhouse
 
 PYTHON ?= python3
 PY ?= .venv/bin/python
@@ -13,6 +13,8 @@ FETCH_WHEELS = $(PY) -m pip download --no-deps -c constraints.txt --only-binary=
   --platform manylinux_2_31_x86_64
 # One thread a process, and sources compiled once: tests start a hundred Python processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+RUN_TESTS = $(PY) -m tightfit models fetch glass && \
+  $(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadfile
 # One stamp for each content of the two files: an unchanged environment is not touched again.
 INSTALLED := .venv/installed-$(firstword $(shell cat constraints.txt pyproject.toml | cksum))
 
@@ -33,16 +35,16 @@ run: setup ## fetch the demo model once and run it (ARGS="offload=uva" adds choi
 	$(PY) -m harness $(ARGS)
 
 test: setup ## run the tests that need no GPU, in JOBS=2 processes of one thread
-	$(PY) -m tightfit models fetch glass
-	$(TEST_ENV) $(PY) -m pytest -m "not gpu and not weights and not slow and not browser" -n $(JOBS) --dist loadfile $(ARGS)
+	$(RUN_TESTS) -m "not thorough and not slow and not browser and not gpu and not weights" $(ARGS)
+
+test-thorough: setup ## the tests that widen those, likewise: more cases, more processes
+	$(RUN_TESTS) -m "thorough and not slow and not browser and not gpu and not weights" $(ARGS)
 
 test-slow: setup ## the tests that take longer (storms, interpreted kernels, whole sweeps), likewise
-	$(PY) -m tightfit models fetch glass
-	$(TEST_ENV) $(PY) -m pytest -m "slow and not gpu and not weights and not browser" -n $(JOBS) --dist loadfile $(ARGS)
+	$(RUN_TESTS) -m "slow and not browser and not gpu and not weights" $(ARGS)
 
 test-browser: setup ## drive the console's pages in Chromium; MARKS=browser with a comparison to its end
-	$(PY) -m tightfit models fetch glass
-	$(TEST_ENV) $(PY) -m pytest -m "$(MARKS)" -n $(JOBS) --dist loadfile $(ARGS)
+	$(RUN_TESTS) -m "$(MARKS)" tests/console $(ARGS)
 
 check: lint types arch test ## everything that must pass before a commit
 

@@ -3,8 +3,10 @@
 import ctypes
 import functools
 import gc
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ def pytest_configure() -> None:
 
     Handlers that are ignored stay so in the harness and in its processes, which is meant.
     """
+    # Without a handler, warnings would be written where tests read what a command wrote.
+    logging.getLogger().addHandler(logging.NullHandler())
     # Torch and transformers leave a million objects that each pass would walk: a fifth of the time
     # of compositions.
     gc.set_threshold(50_000, 20, 100)
@@ -76,10 +80,61 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as thorough what a mark thorough_but does not name.
+
+    It names tests of its file, or cases of its test by one or more of the parts of their ids.
+    """
+    asked: set[tuple[Path, str]] = set()
+    found: set[tuple[Path, str]] = set()
+    for item in items:
+        mark = item.get_closest_marker("thorough_but")
+        if mark is None or not isinstance(item, pytest.Function):
+            continue
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        fast = {x for x in mark.args if x == item.originalname or f"-{x}-" in f"-{case}-"}
+        asked |= {(item.path, name) for name in mark.args}
+        found |= {(item.path, name) for name in fast}
+        if not fast:
+            item.add_marker(pytest.mark.thorough)
+    if asked - found and not any("::" in argument for argument in config.args):
+        lines = [f"{path}: no test or case {name!r}" for path, name in sorted(asked - found)]
+        raise pytest.UsageError("thorough_but: " + "; ".join(lines))
+
+
 def pytest_collection_finish() -> None:
     """Let no collection of garbage walk what was imported, in this process or in its forks."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """Return a list that gets what is logged, from INFO on."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield records
+    root.setLevel(level)
+    root.removeHandler(handler)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """Leave no handler of the root logger behind: Hydra sets it up for a run."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

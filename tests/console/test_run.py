@@ -46,6 +46,7 @@ def address(process: subprocess.Popen[str]) -> str:
     raise AssertionError(f"it ended before it had an address: {''.join(said)}")
 
 
+@pytest.mark.thorough
 def test_it_answers_until_it_is_told_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

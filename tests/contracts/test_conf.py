@@ -169,6 +169,7 @@ def test_parameters_and_bytes_are_the_published_ones(name: str) -> None:
     assert (found.name, found.spec, found.source) == (name, spec, ModelSource(**file["source"]))
 
 
+@pytest.mark.thorough_but("glass")
 @pytest.mark.parametrize(
     "name", mostly_slow(sorted(PARAMETERS), lambda x: x in {"glass", "gemma3_4b", "llama31_8b"})
 )
@@ -273,6 +274,7 @@ def test_quick_measures_all_three_and_enough_requests_for_a_median(composer: Com
     assert scenario.correctness.enabled
 
 
+@pytest.mark.thorough
 def test_serving_is_an_open_loop_a_search_or_a_trace(composer: Composer, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.touch()
@@ -293,6 +295,7 @@ def test_serving_is_an_open_loop_a_search_or_a_trace(composer: Composer, tmp_pat
         assert (scenario.serve.trace is not None) == (name == "serve_trace")
 
 
+@pytest.mark.thorough_but("latency")
 @pytest.mark.parametrize("name", ["load", "throughput", "latency"])
 def test_a_scenario_measures_what_its_name_says(name: str, composer: Composer) -> None:
     scenario = point(composer, "model=olmo7b", f"scenario={name}").config.scenario
@@ -325,6 +328,7 @@ def test_every_experiment_states_a_question_and_its_command() -> None:
 FIRST = dict(reversed(EXPERIMENTS))
 
 
+@pytest.mark.thorough_but("python -m harness +experiment=ab_4b_uva")
 @pytest.mark.parametrize(
     ("path", "command"),
     [

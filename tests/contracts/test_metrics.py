@@ -249,6 +249,7 @@ def lists_of_metrics(source: str) -> list[str]:
     return [f"{len(names)} metrics" for names in found if len(names) >= 3]
 
 
+@pytest.mark.thorough
 def test_no_other_list_of_metrics_exists() -> None:
     files = {relative(path): path for path in python_files("harness", "reports")}
     listed = files.pop("reports/record/listed.py")

@@ -9,6 +9,8 @@ import pytest
 
 from tests.contracts.project import ROOT
 
+pytestmark = pytest.mark.thorough
+
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 
 
@@ -17,7 +19,6 @@ def test_the_code_runs(
     glass_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("TIGHTFIT_HOME", str(glass_model_dir.parents[1]))
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # of the whole process

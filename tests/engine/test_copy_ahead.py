@@ -69,6 +69,7 @@ def test_a_long_sequence_alone_and_beside_others(
     llm.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_eager", [False, slow(True)], ids=["late copies", "early copies"])
 @pytest.mark.parametrize(
     "keywords",
@@ -97,6 +98,7 @@ def test_beside_weights_in_host_memory(
     llm.close()
 
 
+@pytest.mark.thorough
 def test_prefixes_preemption_and_aborts(
     tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +123,7 @@ def test_prefixes_preemption_and_aborts(
     llm.close()
 
 
+@pytest.mark.thorough
 def test_several_answers_of_one_prompt(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.folder("llama", **SIZES)
     params = SamplingParams(n=3, temperature=0.9, top_k=30, seed=3, max_tokens=20, ignore_eos=True)
@@ -135,6 +138,7 @@ def test_several_answers_of_one_prompt(tiny: TinyModels, monkeypatch: pytest.Mon
     assert found[0] == found[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("copy_ahead", "stage_blocks"),
     [
@@ -161,6 +165,7 @@ def test_what_is_not_worth_a_copy_is_read_in_place(
     llm.close()
 
 
+@pytest.mark.thorough
 def test_snapshots_and_stats_count_what_was_copied(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_every_placement_equals_resident(residents: Residents, name: str) -> Non
     llm.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", [slow("qwen2"), "olmo2", slow("mistral"), slow("qwen3")])
 def test_placements_of_other_families(residents: Residents, family: str) -> None:
     for name in ("uva of some, staged", "uva of products", "prefetch", "prefetch of products"):
@@ -71,6 +72,7 @@ class NoPinning(CPUDevice):
         return super().host_buffer(num_bytes, pin=pin)
 
 
+@pytest.mark.thorough
 def test_where_pinning_fails_weights_are_copied_from_pageable_memory(
     residents: Residents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +87,7 @@ def test_where_pinning_fails_weights_are_copied_from_pageable_memory(
     residents.open(5).close()
 
 
+@pytest.mark.thorough_but("uva of all", "prefetch")
 @pytest.mark.parametrize("name", mostly_slow(OFFLOADS, FAST.__contains__))
 def test_what_is_allocated_is_what_was_planned(residents: Residents, name: str) -> None:
     llm = residents.open(5, **OFFLOADS[name])
@@ -127,6 +130,7 @@ def test_swap_space_moves_only_as_many_layers_as_must(residents: Residents) -> N
     llm.close()
 
 
+@pytest.mark.thorough
 def test_engines_that_follow_each_other_and_engines_side_by_side(residents: Residents) -> None:
     first = residents.open(5, offload_group_size=1)
     second = residents.open(3, "qwen3", cpu_offload_gb=1)
@@ -145,6 +149,7 @@ def test_engines_that_follow_each_other_and_engines_side_by_side(residents: Resi
     second.close()
 
 
+@pytest.mark.thorough
 def test_the_order_of_requests_does_not_matter(residents: Residents) -> None:
     llm = residents.open(5, offload_group_size=1, max_num_seqs=2)
     expected = residents.tokens(5)

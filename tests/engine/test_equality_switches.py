@@ -18,6 +18,7 @@ EACH = ("uva",)
 """Backends that `make test` runs with every combination; of the others, each with one."""
 
 
+@pytest.mark.thorough_but("('UVA', 'PIN_MEMORY')-uva, staged")
 @pytest.mark.parametrize(
     ("switches", "backend"),
     [

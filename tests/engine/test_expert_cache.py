@@ -53,6 +53,7 @@ def poison(llm: LLM) -> None:
             target[empty] = 0xFF  # NaN
 
 
+@pytest.mark.thorough_but("1")
 @pytest.mark.parametrize("slots", [1, slow(2), slow(5), None])
 @pytest.mark.parametrize("family", mostly_slow(EXPERT_FAMILIES, lambda x: x == "qwen3_moe"))
 def test_tokens_are_those_of_everything_resident(
@@ -116,6 +117,7 @@ def test_a_step_counts_experts_once(tiny: TinyModels) -> None:
         llm.close()
 
 
+@pytest.mark.thorough
 def test_all_experts_in_slots_are_copied_once_and_hit_then(tiny: TinyModels) -> None:
     llm = open_cached(tiny, "qwen3_moe")
     greedy(llm, PROMPTS, MAX_TOKENS)
@@ -126,6 +128,7 @@ def test_all_experts_in_slots_are_copied_once_and_hit_then(tiny: TinyModels) -> 
     llm.close()
 
 
+@pytest.mark.thorough
 def test_aborts_and_preemptions_change_no_tokens(tiny: TinyModels) -> None:
     """Sequences come, go, and give way to each other; the slots never hold another's experts."""
     family = "qwen3_moe"
@@ -157,6 +160,7 @@ def test_aborts_and_preemptions_change_no_tokens(tiny: TinyModels) -> None:
     llm.close()
 
 
+@pytest.mark.thorough
 def test_slots_are_forgotten_when_a_step_fails(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +205,7 @@ def test_without_pinned_memory_experts_are_copied_on_demand(
     llm.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "stored",
     [

@@ -56,6 +56,7 @@ def check(llm: Any, plain: Path, meant: dict[str, torch.Tensor]) -> None:
     assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", mostly_slow(TYPES, lambda kind: kind in {Kind.Q5_1, Kind.Q6_K}))
 def test_every_type_has_the_values_of_the_package(kind, tmp_path):
     file, plain, meant = write_gguf(tmp_path, "llama", lambda _: kind, **WIDE)
@@ -67,6 +68,7 @@ def test_every_type_has_the_values_of_the_package(kind, tmp_path):
     llm.close()
 
 
+@pytest.mark.thorough_but("qwen3")
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
@@ -89,6 +91,7 @@ def test_every_family_has_the_tokens_of_transformers(variant, changes, tmp_path)
     llm.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", mostly_slow(PLACES, lambda place: place == "prefetch"))
 def test_a_mix_of_types_in_every_residence(place, tmp_path_factory):
     file, plain, meant = mixed(tmp_path_factory)
@@ -112,6 +115,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return MIXED["made"]
 
 
+@pytest.mark.thorough
 def test_random_weights_have_the_size_of_real_ones(tmp_path_factory):
     file, _, _ = mixed(tmp_path_factory)
     real, dummy = (open_llm(file, load_format=x, **LIMITS) for x in ("auto", "dummy"))
@@ -120,6 +124,7 @@ def test_random_weights_have_the_size_of_real_ones(tmp_path_factory):
         assert 0.012 < weight.float().std() < 0.03, parameter
 
 
+@pytest.mark.thorough
 def test_a_model_may_be_split_into_files(tmp_path):
     file, plain, meant = write_gguf(tmp_path, "qwen3", lambda _: Kind.Q4_0, shards=3)
     assert file.name == "model-00001-of-00003.gguf"

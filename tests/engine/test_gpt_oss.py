@@ -135,6 +135,7 @@ SIZES: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [x if x == "uva, experts" else slow(x) for x in PLACES])
 def test_experts_in_mxfp4_wherever_they_lie(packed: Callable[..., Packed], place: str) -> None:
     folder, twin = packed()

@@ -16,6 +16,8 @@ from tests.engine.tiers import check_empty, tiers
 from tests.slow import slow
 from tests.tiny import greedy, make_prompt, open_llm
 
+pytestmark = pytest.mark.thorough_but("test_each_layer_has_its_own_window")
+
 STEM = make_prompt(60, seed=7)
 PROMPTS = [
     make_prompt(90, seed=1),

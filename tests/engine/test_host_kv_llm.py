@@ -10,6 +10,8 @@ from tests.engine.conftest import TinyModels
 from tests.slow import slow
 from tests.tiny import greedy, make_prompt, open_llm
 
+pytestmark = pytest.mark.thorough
+
 GIB = 2**30
 LONG = [make_prompt(900, seed=5)]
 MANY = [make_prompt(length, seed=length) for length in (60, 70, 80, 90)]

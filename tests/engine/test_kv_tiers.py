@@ -15,6 +15,8 @@ from tests.engine.conftest import TinyModels
 from tests.engine.tiers import SIZES, Alone, check_empty, tiers
 from tests.tiny import FAMILIES, greedy, make_prompt, open_llm, tokens_of
 
+pytestmark = pytest.mark.thorough_but("test_prefixes_are_shared_by_requests_that_run")
+
 STEM = make_prompt(90, seed=7)
 PROMPTS = [
     make_prompt(150, seed=1),
@@ -129,6 +131,7 @@ def test_preemption_at_concurrency(
     llm.close()
 
 
+@pytest.mark.thorough_but("8-1.3")
 @pytest.mark.parametrize(
     ("block_size", "times"),
     [

@@ -1,5 +1,6 @@
 """The LLM door: prompts of every form, requests that fail alone, seeds, ends."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +243,10 @@ def test_ranks_come_with_log_probabilities(llm: LLM) -> None:
 
 
 def test_it_is_closed_behind_with_and_shows_what_it_is(
-    tiny: TinyModels, caplog: pytest.LogCaptureFixture
+    tiny: TinyModels, logged: list[logging.LogRecord]
 ) -> None:
-    caplog.set_level("INFO", logger="tightfit")
     with open_llm(tiny.folder("llama"), offload_params=[], cpu_offload_gb=1e-4) as llm:
-        (line,) = [item.getMessage() for item in caplog.records if item.name == "tightfit"]
+        (line,) = [item.getMessage() for item in logged if item.name == "tightfit"]
         assert repr(llm) == f"LLM({line})"
     assert repr(llm) == "LLM(closed)"
     assert " GiB of weights off the GPU (uva 0.0" in line

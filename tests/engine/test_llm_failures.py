@@ -61,6 +61,7 @@ def test_an_abort_from_outside_ends_generate(llm: LLM, monkeypatch: pytest.Monke
     assert other.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.thorough_but("RuntimeError-execute")
 @pytest.mark.parametrize(
     ("kind", "where"),
     [
@@ -244,6 +245,7 @@ def test_no_room_for_kv_is_refused_with_figures(tiny: TinyModels) -> None:
         assert error.value.plan is not None
 
 
+@pytest.mark.thorough
 def test_the_well_known_script(tiny: TinyModels, tmp_path: Path) -> None:
     """Too large for the budget: refused; with swap_space the same script answers."""
     shutil.copytree(tiny.folder("mistral", num_hidden_layers=7), tmp_path / "model")

@@ -51,6 +51,7 @@ def test_a_closed_engine_says_so(tiny: TinyModels) -> None:
             use()
 
 
+@pytest.mark.thorough_but("True")
 @pytest.mark.parametrize("close", [False, True])
 def test_memory_goes_with_the_engine(tiny: TinyModels, close: bool) -> None:
     llm = open_llm(tiny.folder("llama"), cpu_offload_gb=1)

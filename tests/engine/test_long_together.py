@@ -13,6 +13,8 @@ from tests.engine.tiers import ALWAYS, SIZES, TOGETHER, TURNS, Alone, check_empt
 from tests.slow import slow
 from tests.tiny import make_prompt, open_llm
 
+pytestmark = pytest.mark.thorough
+
 LONGS = [make_prompt(length, seed=20 + length) for length in (170, 260, 330)]
 SHORTS = [make_prompt(3 + 9 * at, seed=at) for at in range(5)]
 TOKENS = 24
@@ -57,6 +59,7 @@ def run_staggered(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> li
     return [found[str(number)] for number in range(len(prompts))]
 
 
+@pytest.mark.thorough_but("True-together")
 @pytest.mark.parametrize(
     ("rates", "keywords", "family"),
     [

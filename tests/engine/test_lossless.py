@@ -36,6 +36,8 @@ from tests.engine.two_streams import on_two_streams
 from tests.slow import mostly_slow, slow
 from tests.tiny import VARIANTS, greedy, make_config
 
+pytestmark = pytest.mark.thorough_but("test_weights_of_every_kind_are_restored_to_the_bit")
+
 ALL_UVA = {"cpu_offload_gb": 1}
 PLACES: dict[str, dict[str, Any]] = {
     "uva of some": {"cpu_offload_gb": 50_000 / GIB},
@@ -87,6 +89,7 @@ def check_formats(llm: LLM, variant: str) -> None:
     assert record["formats"]["lossless12"]["tensors"] == len(others)
 
 
+@pytest.mark.thorough_but("olmo2")
 @pytest.mark.parametrize(
     "variant", mostly_slow(AS_STORED, lambda each: each in {"olmo2", "gemma3", "llama_odd_sizes"})
 )
@@ -112,6 +115,7 @@ def test_batches_that_shrink(checkpoints: Checkpoints, variant: str) -> None:
     llm.close()
 
 
+@pytest.mark.thorough_but("llama-prefetch, two slots")
 @pytest.mark.parametrize(
     ("variant", "place"),
     [
@@ -243,6 +247,7 @@ def test_formats_and_residences_are_mixed(checkpoints: Checkpoints) -> None:
     llm.close()
 
 
+@pytest.mark.thorough_but("('UVA',)")
 @pytest.mark.parametrize(
     ("switches", "place"),
     [
@@ -370,6 +375,7 @@ def test_engines_that_follow_each_other_and_engines_side_by_side(
     second.close()
 
 
+@pytest.mark.thorough_but("uva")
 @pytest.mark.parametrize("place", ["uva", "prefetch, two slots", slow("uva, staged")])
 def test_control_a_wrong_escape_changes_tokens(checkpoints: Checkpoints, place: str | None) -> None:
     llm = checkpoints.open("llama", **PLACES.get(place or "", {}))

@@ -66,6 +66,7 @@ def check_steps(llm: LLM) -> None:
     assert num_decodes >= 2
 
 
+@pytest.mark.thorough_but("outer1")
 @pytest.mark.parametrize("eager", [False, slow(True)], ids=["late copies", "early copies"])
 @pytest.mark.parametrize(
     ("outer", "count", "lookahead"),
@@ -103,6 +104,7 @@ def tight(residents: Residents) -> dict[str, Any]:
     return {"gpu_memory_gib": budget / 2**30, "gpu_memory_utilization": 1.0}
 
 
+@pytest.mark.thorough_but("latency")
 @pytest.mark.parametrize(
     ("objective", "switch"),
     [
@@ -159,6 +161,7 @@ def patchwork(spec: ModelSpec) -> Assignment:
     return Assignment(placements, lookahead=1)
 
 
+@pytest.mark.thorough_but("prompts staged-late copies", "never staged-early copies")
 @pytest.mark.parametrize("eager", [False, True], ids=["late copies", "early copies"])
 @pytest.mark.parametrize("stage_tokens", [4, 2**20], ids=["prompts staged", "never staged"])
 def test_a_layer_holds_units_of_every_residence(

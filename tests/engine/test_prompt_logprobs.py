@@ -33,6 +33,7 @@ def check(tiny: TinyModels, family: str, output: RequestOutput, width: int = 3) 
             assert value == pytest.approx(float(row[each]), abs=2e-4)
 
 
+@pytest.mark.thorough_but("qwen2")
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x in {"qwen2", "gemma3"}))
 def test_they_are_those_of_transformers(tiny: TinyModels, family: str) -> None:
     """In parts of 16 tokens, beside prompts that do not ask, and with every layer offloaded."""
@@ -65,6 +66,7 @@ def test_answers_of_one_prompt_share_them(tiny: TinyModels) -> None:
     assert [len(answer.token_ids) for answer in output.outputs] == [4, 4, 4]
 
 
+@pytest.mark.thorough
 def test_a_preempted_prompt_has_each_once(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

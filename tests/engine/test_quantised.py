@@ -60,6 +60,7 @@ def folders(single_thread: None, tmp_path_factory: pytest.TempPathFactory) -> An
     return made
 
 
+@pytest.mark.thorough_but("int8", "awq, groups of 32")
 @pytest.mark.parametrize("name", mostly_slow(WAYS, lambda name: name in SOME))
 def test_weights_are_those_of_the_format_and_tokens_those_of_transformers(name, folders):
     folder, plain, meant = folders(name)
@@ -70,6 +71,7 @@ def test_weights_are_those_of_the_format_and_tokens_those_of_transformers(name, 
     llm.close()
 
 
+@pytest.mark.thorough_but("awq, groups of 32-float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", mostly_slow(WAYS, lambda name: name in FAST[:2]))
 def test_weights_are_those_of_the_format_in_halves(name, dtype, folders):
@@ -86,6 +88,7 @@ def check_weights(llm, meant):
         assert torch.equal(weight, meant[parameter].to(weight.dtype)), parameter
 
 
+@pytest.mark.thorough_but("fp8 of blocks")
 @pytest.mark.parametrize(
     ("name", "place"),
     [
@@ -108,6 +111,7 @@ def test_every_residence_has_the_same_weights_and_tokens(name, place, folders):
     llm.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("variant", "name", "changes"),
     [
@@ -127,6 +131,7 @@ def test_every_family_has_the_tokens_of_transformers(variant, name, changes, fol
     llm.close()
 
 
+@pytest.mark.thorough
 def test_modules_that_are_not_quantised_stay_plain(tmp_path):
     kept = ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj")
     way = awq(32)
@@ -145,6 +150,7 @@ def test_modules_that_are_not_quantised_stay_plain(tmp_path):
         llm.close()
 
 
+@pytest.mark.thorough
 def test_matrices_that_do_not_fill_tiles_of_rows_are_joined(tmp_path):
     folder, plain, meant = write(tmp_path, packed(8, -1, symmetric=False), head_dim=20)
     llm = open_llm(folder, **LIMITS, offload_group_size=1)
@@ -177,6 +183,7 @@ def test_float16_stays_and_scales_may_have_another_dtype(tmp_path):
     }
 
 
+@pytest.mark.thorough
 def test_random_weights_have_the_size_and_spread_of_real_ones(folders):
     folder, _, _ = folders(FAST[1])
     real, dummy = (open_llm(folder, load_format=x, **LIMITS) for x in ("auto", "dummy"))
@@ -304,6 +311,7 @@ def test_a_spec_of_an_unknown_layout_is_refused(folders):
             replace(spec, quantization={**spec.quantization, **change})
 
 
+@pytest.mark.thorough
 def test_lossless_codes_leave_quantised_weights_alone(tmp_path):
     folder, _, _ = write(tmp_path, awq(32), "llama", dtype="bfloat16", vocab_size=2048)
     with_codes = open_llm(folder, dtype="bfloat16", weight_format="lossless", **LIMITS)
@@ -339,6 +347,7 @@ def test_weights_are_those_that_compressed_tensors_reads(name, folders):
     llm.close()
 
 
+@pytest.mark.thorough
 def test_groups_of_one_checkpoint_may_differ(tmp_path):
     ways = {"down_proj": packed(8, 64, symmetric=False), "": packed(4, 32)}
 
@@ -360,6 +369,7 @@ def test_groups_of_one_checkpoint_may_differ(tmp_path):
     llm.close()
 
 
+@pytest.mark.thorough
 def test_biases_of_zeros_beside_gptq_are_left_out_and_others_refused(folders, tmp_path):
     folder, plain, _ = folders("gptq 8, v2")
     for value in (0.0, 0.5):

@@ -75,6 +75,7 @@ def made(single_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return checkpoint
 
 
+@pytest.mark.thorough_but("float16-8")
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     [
@@ -100,6 +101,7 @@ def test_weights_are_those_of_a_slow_reference(dtype, bits, made):
         llm.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", mostly_slow(PLACES, "uva of products".__eq__))
 def test_every_residence_has_the_same_weights_and_tokens(place, made):
     folder, plain, meant = made("bfloat16", 4)
@@ -112,6 +114,7 @@ def test_every_residence_has_the_same_weights_and_tokens(place, made):
     llm.close()
 
 
+@pytest.mark.thorough
 def test_rows_are_rounded_some_at_a_time(made, monkeypatch):
     folder, _, meant = made("bfloat16", 8)
     monkeypatch.setattr("engine.model.quantised._BLOCK_ELEMENTS", 1000)  # 7 rows of 128, 5 of 192
@@ -123,6 +126,7 @@ def test_rows_are_rounded_some_at_a_time(made, monkeypatch):
     llm.close()
 
 
+@pytest.mark.thorough
 def test_plans_records_and_random_weights_have_the_size_of_rounded_ones(made):
     folder, _, _ = made("bfloat16", 4)
     real = open_llm(folder, quantize="int4", **LIMITS)

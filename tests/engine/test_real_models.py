@@ -31,6 +31,7 @@ def hf_tokens(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[l
     return [hf_greedy(model, prompt, max_tokens) for prompt in prompts]
 
 
+@pytest.mark.thorough
 def test_glass_in_every_placement(glass_model_dir: Path, single_thread: None) -> None:
     llm = open_llm(glass_model_dir)
     assert llm.max_model_len == 128

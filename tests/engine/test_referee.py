@@ -136,6 +136,7 @@ def test_too_few_steps_keep_the_best_predicted(two: list[MemoryPlan]) -> None:
     assert "not every candidate could be timed" in (found.choice or {})["referee"]["result"]
 
 
+@pytest.mark.thorough
 def test_throughput_is_that_of_the_queue_at_each_one_s_batch() -> None:
     config = asked("throughput")
     plans = plan_candidates(config, OLMO_7B, H200, 2)
@@ -164,6 +165,7 @@ def test_without_choose_it_has_no_effect_and_is_refused() -> None:
         PlannerConfig(referee=True)
 
 
+@pytest.mark.thorough
 def test_engines_are_built_timed_and_the_winner_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = small_spec()
     config = configuration(spec, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32)

@@ -81,6 +81,7 @@ def test_what_is_used_is_told(recorded: Recorded) -> None:
         assert llm.effective()["routing"] is None
 
 
+@pytest.mark.thorough
 def test_tokens_depend_on_neither_batch_nor_prefix_cache(recorded: Recorded) -> None:
     """Also of a prompt that goes on from one too short to tell where in the table it begins."""
     together = recorded[0]
@@ -98,6 +99,7 @@ def test_tokens_depend_on_neither_batch_nor_prefix_cache(recorded: Recorded) -> 
         assert llm.stats()["kv"]["prefix"]["hits_gpu_tokens"] == found
 
 
+@pytest.mark.thorough
 def test_a_trace_is_replayed(tmp_path: Path, recorded: Recorded) -> None:
     path = tmp_path / "a [trace].parquet"
     write_trace(path, recorded[1])
@@ -115,6 +117,7 @@ def test_a_trace_is_replayed(tmp_path: Path, recorded: Recorded) -> None:
     np.testing.assert_array_equal(again.ids, recorded[1].ids[rows])
 
 
+@pytest.mark.thorough
 def test_a_router_s_own_choice_is_recorded() -> None:
     with opened(record_routing=True) as llm:
         answers(llm, [PROMPTS[1]])

@@ -27,6 +27,12 @@ from tests.engine.two_streams import POLICIES, TwoStreams, on_two_streams
 from tests.slow import mostly_slow, slow
 from tests.tiny import greedy, greedy_params, make_prompt
 
+pytestmark = pytest.mark.thorough_but(
+    "test_control_a_stale_slot_changes_tokens",
+    "test_layers_of_different_sizes_share_slots",
+    "test_control_a_copy_on_demand_that_is_left_out_changes_tokens",
+)
+
 LAYERS = 5
 ODD: dict[str, dict[str, Any]] = {
     "layers of different sizes": {
@@ -127,6 +133,7 @@ def test_more_steps_ahead_than_layers_give_a_slot_to_each_layer(residents: Resid
 FAST = ("uva of all, staged", "layers of different sizes", "different sizes, three slots")
 
 
+@pytest.mark.thorough_but("uva of all, staged")
 @pytest.mark.parametrize("name", [*mostly_slow(OFFLOADS | ODD, lambda x: x in FAST)])
 def test_every_placement_in_every_order(residents: Residents, name: str) -> None:
     llm = residents.open(LAYERS, **(OFFLOADS | ODD)[name])

@@ -128,6 +128,7 @@ def validates(value: Any, schema: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=6, deadline=None)
 @given(schema=schemas, seed=st.integers(0, 99), as_text=st.booleans(), greedy=st.booleans())
 def test_outputs_parse_and_validate(
@@ -158,6 +159,7 @@ def test_every_kind_of_form(writer: LLM) -> None:
             assert isinstance(json.loads(text), dict)
 
 
+@pytest.mark.thorough
 def test_choices_may_be_many_and_begin_alike(writer: LLM) -> None:
     many = [f"{at * 7919} of" for at in range(5000)]
     assert write(writer, StructuredOutput(choice=many), seed=1)[0] in many
@@ -167,11 +169,13 @@ def test_choices_may_be_many_and_begin_alike(writer: LLM) -> None:
     assert len(found) > 1
 
 
+@pytest.mark.thorough
 def test_a_form_of_all_that_may_end_ends_with_the_models_own_token(writer: LLM) -> None:
     text, reason = write(writer, StructuredOutput(regex="[a-z]*"), max_tokens=300)
     assert (text.islower() or not text, reason) == (True, "stop")
 
 
+@pytest.mark.thorough
 def test_neighbours_get_the_tokens_that_they_get_alone(writer: LLM) -> None:
     plain = [greedy_params(20), SamplingParams(seed=3, max_tokens=20, ignore_eos=True)]
     alone = tokens_of(writer.generate(PROMPTS[1:], plain))
@@ -201,6 +205,7 @@ def test_log_probabilities_are_those_without_the_form(writer: LLM) -> None:
     assert held.ranks[0] > 1
 
 
+@pytest.mark.thorough
 def test_preempted_sequences_go_on_in_their_form(
     byte_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

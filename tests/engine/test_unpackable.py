@@ -80,6 +80,7 @@ def test_a_matrix_that_codes_cannot_hold_is_loaded_again_as_it_is(
     assert SPOILT in LLM.plan_for(replace(config, facts_folder=None)).formats.others
 
 
+@pytest.mark.thorough
 def test_a_plan_that_was_handed_in_keeps_its_placements(folder: Path, tmp_path: Path) -> None:
     """Where it is planned again, as it is what is to be built: another choice would be timed."""
     other = LLM.plan_for(ask(folder, tmp_path / "facts", offload_group_size=1))

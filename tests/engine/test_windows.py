@@ -21,6 +21,8 @@ from tests.engine.groups import Groups, with_blocks, with_groups
 from tests.slow import mostly_slow, slow
 from tests.tiny import COMMON, VARIANTS, greedy, hf_greedy, make_prompt, open_llm
 
+pytestmark = pytest.mark.thorough
+
 WINDOWS = (
     *("mistral_window", "qwen2_window", "qwen3_window", "gemma3", "gemma3_odd_sizes"),
     "gpt_oss",
@@ -185,6 +187,7 @@ def test_a_disabled_window_attends_to_the_whole_context(tiny: TinyModels, varian
     llm.close()
 
 
+@pytest.mark.thorough_but("mistral_window")
 @pytest.mark.parametrize("variant", ["mistral_window", "gemma3"])
 def test_a_window_that_is_never_left_changes_nothing(tiny: TinyModels, variant: str) -> None:
     window = VARIANTS[variant][1]["sliding_window"]

@@ -7,6 +7,7 @@ import pytest
 from harness.models import main
 
 
+@pytest.mark.thorough
 def test_the_catalogue_is_shown_without_a_registry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

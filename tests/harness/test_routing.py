@@ -68,6 +68,7 @@ def test_a_record_of_routing_needs_requests() -> None:
         ScenarioConfig(name="load", load=LoadScenario(), record_routing=True)
 
 
+@pytest.mark.thorough
 def test_a_worker_records_the_experts_of_the_last_part(tmp_path: Path) -> None:
     sizes = LatencyScenario(num_requests=2, warmup_requests=1, prompt_tokens=20, output_tokens=5)
     parts = ScenarioConfig(

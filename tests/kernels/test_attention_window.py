@@ -89,6 +89,7 @@ def expected_rows(case, cache, q, starts, window):
     return torch.cat(rows)
 
 
+@pytest.mark.thorough_but("torch.bfloat16")
 @pytest.mark.parametrize("name", PREFILLS)
 @pytest.mark.parametrize(("case", "dtype"), CASES_AND_DTYPES, ids=str)
 def test_prefill_is_the_definition(case, name, dtype, rng):
@@ -120,6 +121,7 @@ def test_decode_of_padding_gives_zeros_beside_others(name, rng):
     assert (out[1] == 0).all()
 
 
+@pytest.mark.thorough
 def test_decode_gives_the_same_bits_whatever_the_grid(monkeypatch, rng):
     from kernels.triton import decode_attention
 
@@ -139,6 +141,7 @@ def test_decode_gives_the_same_bits_whatever_the_grid(monkeypatch, rng):
     assert torch.equal(again, whole)
 
 
+@pytest.mark.thorough_but("-1")
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_window_off_by_one_changes_every_row_beyond_it(change, rng):
     sequences = [(30, 90), (1, 40)]
@@ -148,6 +151,7 @@ def test_a_window_off_by_one_changes_every_row_beyond_it(change, rng):
     assert ((right - wrong).abs().amax((1, 2)) > 1e-5).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PREFILLS)
 def test_chunks_give_what_the_whole_prompt_gives(name, rng):
     _, arguments = draw((3, 1, 32, 16, 21, [(75, 75)]), torch.float32, rng)

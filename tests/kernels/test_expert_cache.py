@@ -170,6 +170,7 @@ def test_twin_is_the_slow_cache(case):
     check_steps(World(num_experts, num_slots, (8, 3), torch.device("cpu")), ref, steps)
 
 
+@pytest.mark.thorough
 @given(case=routings())
 @settings(max_examples=5, deadline=None)
 def test_kernels_are_the_slow_cache(case, kernels, device):
@@ -194,6 +195,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.thorough_but("k is all, all have slots", "one slot")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_steps_of_real_sizes(shape, kernels, device):
     num_experts, num_slots, k, tokens = shape
@@ -203,6 +205,7 @@ def test_steps_of_real_sizes(shape, kernels, device):
     check_steps(World(num_experts, num_slots, (16,), device), kernels, steps)
 
 
+@pytest.mark.thorough_but("words")
 @pytest.mark.parametrize(
     ("sizes", "width"),
     [((70_000, 16, 48), 16), ((40, 16), 4), ((5, 1, 16_390), 1)],

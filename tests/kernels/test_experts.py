@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough_but("33", "130", "3-1")
 @pytest.mark.parametrize(("num_tokens", "top_k", "num_slots", "hidden", "ffn", "kind"), CASES)
 def test_products_equal_twin(device, rng, num_tokens, top_k, num_slots, hidden, ffn, kind):
     x = torch.randn((num_tokens, hidden), generator=rng, device=device)
@@ -80,6 +81,7 @@ def test_products_equal_twin(device, rng, num_tokens, top_k, num_slots, hidden, 
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.thorough_but("70")
 @pytest.mark.parametrize("num_tokens", [20, 70])
 def test_biases_and_a_clamped_gate(device, rng, num_tokens):
     """By the definition too: of each pair alone, in float64."""
@@ -103,6 +105,7 @@ def test_biases_and_a_clamped_gate(device, rng, num_tokens):
     torch.testing.assert_close(found[token, place].double(), made, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.thorough_but("70")
 @pytest.mark.parametrize(
     ("num_tokens", "is_gelu"), [(5, True), (70, False), slow(5, False), slow(70, True)]
 )
@@ -115,6 +118,7 @@ def test_products_in_bfloat16(device, rng, num_tokens, is_gelu):
     torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("total", [5, slow(20), 80])
 def test_a_row_depends_on_no_other_and_on_no_place(device, rng, total):
     """Not on the batch (up to 64 tokens, or more), the order of experts, or their slots."""
@@ -134,6 +138,7 @@ def test_a_row_depends_on_no_other_and_on_no_place(device, rng, total):
     assert torch.equal(moved, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("total", [slow(7), slow(20), 80])
 def test_parts_of_a_step_make_what_the_whole_does(device, rng, total):
     x = torch.randn((total, 64), generator=rng, device=device).bfloat16()
@@ -169,6 +174,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.thorough_but("uint4-7")
 @pytest.mark.parametrize(("total", "form", "together"), PARTS)
 def test_experts_restored_in_parts_make_what_a_whole_matrix_does(
     device, rng, monkeypatch, total, form, together
@@ -260,6 +266,7 @@ def quantised_products(x, w13, w2, slots, biases):
     return out.view(*slots.shape, -1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_tokens", [17, 65])
 @pytest.mark.parametrize("case", [MXFP4, *map(slow, QUANTISED)], ids=str)
 def test_quantised_experts(device, rng, case, num_tokens):
@@ -279,6 +286,7 @@ def test_quantised_experts(device, rng, case, num_tokens):
         assert torch.equal(alone[0], found[0])
 
 
+@pytest.mark.thorough_but("4")
 @pytest.mark.parametrize(
     ("num_experts", "renormalise"), [(4, False), (60, True), slow(4, True), slow(60, False)]
 )

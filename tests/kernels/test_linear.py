@@ -60,6 +60,7 @@ def test_kernel_matches_twin(shape, has_bias, dtype, rng):
     assert_close(out, ref.linear(x.contiguous(), weight, bias), PRODUCT)
 
 
+@pytest.mark.thorough_but("90-2")
 @pytest.mark.parametrize(
     ("size_in", "parts"),
     [(512, 4), (90, 2), (90, 1), slow(512, 2), slow(512, 1), slow(90, 4)],

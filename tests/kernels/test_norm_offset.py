@@ -39,6 +39,7 @@ def test_kernels_match_their_twins(dtype, rng):
     assert_close(residual, twin_residual, ROUNDED_TWICE)
 
 
+@pytest.mark.thorough_but("float32")
 @pytest.mark.parametrize("kind", ["head", slow("full")])
 def test_rotary_matches_its_twin(kind, dtype, rng):
     inputs = Inputs((4, 6, 2, 32, 32, 16), kind, dtype, rng)

@@ -85,6 +85,7 @@ def whole(attend, cache, q):
     return attend(*arguments, scale=q.shape[2] ** -0.5)
 
 
+@pytest.mark.thorough_but("(3, 1, 22, 8, 40, [])")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -107,6 +108,7 @@ def test_programs_share_the_splits_of_a_part(most, monkeypatch, rng, beside):
     assert torch.equal(in_parts(kernel_part, CASES[1], cache, q, beside, rng), expected)
 
 
+@pytest.mark.thorough_but("twin")
 @pytest.mark.parametrize("part", [slow(0), 1, slow(2)])
 @pytest.mark.parametrize("name", PARTS)
 def test_every_part_counts(name, part, rng, beside):

@@ -63,6 +63,7 @@ def kernel(*arguments, out=None):
 IMPLEMENTATIONS = {"kernel": kernel, "twin": flat(ref.paged_prefill_attention)}
 
 
+@pytest.mark.thorough_but("(1, 1, 16, 8, [(1, 1)])", "(2, 2, 96, 16, [(17, 17), (130, 131)])")
 @pytest.mark.parametrize(("case", "dtype"), CASES_AND_DTYPES, ids=str)
 def test_kernel_matches_twin(case, dtype, rng):
     _, arguments, starts = draw(case, dtype, rng)
@@ -90,6 +91,7 @@ def test_one_query_attends_as_decode_does(name, rng):
     assert_close(out[:2], expected, ATTENTION)
 
 
+@pytest.mark.thorough_but("twin")
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_chunks_give_what_the_whole_prompt_gives(name, rng):
     attend = IMPLEMENTATIONS[name]
@@ -106,6 +108,7 @@ def test_chunks_give_what_the_whole_prompt_gives(name, rng):
         assert_close(out, whole[done - queries : done], ATTENTION)
 
 
+@pytest.mark.thorough_but("twin")
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_sequence_gets_the_same_result_in_every_batch(name, rng):
     attend = IMPLEMENTATIONS[name]

@@ -25,6 +25,7 @@ RESTORED = [(AFFINE, 328), (K_QUANT, 256), (TABLE, 328)]
 SHAPES = [(1, 256, 72), (17, 576, 32), (40, 200, 65)]
 
 
+@pytest.mark.thorough_but("256")
 @EACH
 @pytest.mark.parametrize("num_columns", [256, 328])
 def test_twin_reads_the_layout(case, num_columns, rng):
@@ -78,6 +79,7 @@ def half(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float16
 
 
+@pytest.mark.thorough_but("float8_e4m3fn 128")
 @pytest.mark.parametrize(
     ("case", "num_columns"),
     [
@@ -117,6 +119,7 @@ FAST = [(AFFINE, SHAPES[1]), (K_QUANT, SHAPES[0]), (TABLE, SHAPES[2])]
 """Each kind and each shape once."""
 
 
+@pytest.mark.thorough_but("uint4 128 zero")
 @pytest.mark.parametrize(
     ("case", "shape"),
     [
@@ -137,6 +140,7 @@ def test_kernel_matches_twin(case, shape, half, rng):
     assert_close(out, ref.linear(x, weight, bias), PRODUCT)
 
 
+@pytest.mark.thorough_but("float8_e4m3fn 128")
 @pytest.mark.parametrize(
     ("case", "tokens"),
     [(AFFINE, 2), (K_QUANT, 2), (TABLE, 64), slow(TABLE, 2), slow(AFFINE, 64), slow(K_QUANT, 64)],
@@ -154,6 +158,7 @@ def test_gated_kernel_matches_twin(case, tokens, half, rng):
     assert_close(out, ref.linear_gelu_mul(x, weight), PRODUCT)
 
 
+@pytest.mark.thorough
 def test_kernel_adds_parts_in_order_and_leaves_the_counters_zero(half, rng):
     from kernels.triton import quantised as kernel
 

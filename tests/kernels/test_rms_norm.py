@@ -10,6 +10,7 @@ from tests.kernels.tolerances import ROUNDED_ONCE, assert_close
 SHAPES = [(4, 64), (1, 1), (1, 576), (7, 123), (3, 9, 64), (2, 123, 40), (2, 3, 5, 16)]
 
 
+@pytest.mark.thorough_but("float32")
 @pytest.mark.parametrize("is_strided", [False, True], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel_matches_twin(shape, is_strided, dtype, rng):

@@ -8,6 +8,7 @@ from tests.kernels.cases import randn
 from tests.kernels.tolerances import ROUNDED_TWICE, assert_close
 
 
+@pytest.mark.thorough_but("float32")
 @pytest.mark.parametrize("is_strided", [False, True], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("shape", [(4, 64), (1, 576), (7, 123), (0, 16)], ids=str)
 def test_kernel_matches_twin(shape, is_strided, dtype, rng):

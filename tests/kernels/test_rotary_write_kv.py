@@ -71,6 +71,7 @@ def kernel(*arguments):
     rotary_write_kv.rotary_write_kv_(*arguments)
 
 
+@pytest.mark.thorough_but("float32")
 @pytest.mark.parametrize(
     ("shape", "norm"),
     [
@@ -91,6 +92,7 @@ def test_kernel_matches_twin(shape, norm, dtype, rng):
     assert torch.equal(cache[:, 1].nan_to_num(), twin_cache[:, 1].nan_to_num())
 
 
+@pytest.mark.thorough_but("float32")
 @pytest.mark.parametrize("norm", mostly_slow(NORMS, lambda x: x == "full"))
 def test_kernel_result_of_a_token_is_the_same_in_every_batch(norm, dtype, rng):
     inputs = Inputs((3, 6, 3, 32, 32, 8), norm, dtype, rng)

@@ -65,6 +65,7 @@ def test_a_missing_drawing_package_is_named_without_a_traceback(tmp_path, monkey
     assert "Install the missing package" in error
 
 
+@pytest.mark.thorough
 def test_command_rebuilds_a_run_from_its_folder_without_torch(tmp_path):
     folder = write_run(no_fit_record(), tmp_path / "run")
     code = (

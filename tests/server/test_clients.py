@@ -54,6 +54,7 @@ def test_openai_python_sync(client: Any) -> None:
     assert chunks[-1].usage == chat.usage
 
 
+@pytest.mark.thorough
 def test_openai_python_async(served: Served, openai: Any) -> None:
     async def ask() -> list[str]:
         client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
@@ -72,6 +73,7 @@ def test_openai_python_async(served: Served, openai: Any) -> None:
     assert all(asyncio.run(ask()))
 
 
+@pytest.mark.thorough
 def test_openai_python_raises_the_class_of_each_error(client: Any, openai: Any) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(prompt="x", **(GREEDY | {"max_tokens": 10_000}))
@@ -86,6 +88,7 @@ def test_openai_python_raises_the_class_of_each_error(client: Any, openai: Any) 
         client.chat.completions.create(messages=HELLO, stream=True, **(GREEDY | {"n": 0}))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_streams_and_sees_refusals(served: Served, tmp_path: Path) -> None:
     def curl(*words: str) -> str:

@@ -16,6 +16,8 @@ import pytest
 from tests.server.launch import Served, last_events, open_stream, serving, wait_for
 from tests.slow import slow
 
+pytestmark = pytest.mark.thorough
+
 PROMPT = "the same beginning for all of them, "
 NUM_CLIENTS = 100
 """That ask at once."""

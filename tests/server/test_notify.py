@@ -1,5 +1,6 @@
 """What a service manager hears, on a socket of the test's own."""
 
+import logging
 import os
 import signal
 import socket
@@ -96,12 +97,12 @@ def test_what_cannot_be_understood_is_refused(variables: dict[str, str], words: 
 
 
 def test_a_manager_that_has_gone_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:
     notifier = Notifier(str(tmp_path / "none"))
     notifier.tell(WATCHDOG="1")
     notifier.tell(WATCHDOG="1")
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in logged] == [
         "NOTIFY_SOCKET: the service manager does not listen: [Errno 2] No such file or directory"
     ]
 

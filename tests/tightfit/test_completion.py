@@ -109,6 +109,7 @@ def test_fish_completes_the_line(said: Path) -> None:
         assert found.stdout.split() == [words[-1]]
 
 
+@pytest.mark.thorough_but("bash")
 @pytest.mark.parametrize("shell", list(SCRIPTS))
 def test_a_shell_completes_a_command(shell: str, said: Path) -> None:
     """One line in every fast run: the script has no error, and the command is reached."""

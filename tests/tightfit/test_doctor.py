@@ -124,6 +124,7 @@ def test_what_is_bad_decides_the_exit_code(
     assert {"name", "verdict", "found", "remedy"} == set(document["lines"][0])
 
 
+@pytest.mark.thorough
 def test_the_facts_of_this_machine_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

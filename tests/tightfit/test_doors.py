@@ -149,6 +149,7 @@ def test_what_is_not_there_is_refused(away: Path) -> None:
         tightfit.LLM("some-org/some-model")
 
 
+@pytest.mark.thorough
 def test_a_card_that_is_not_here_is_planned(away: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for a device"))
     plan = tightfit.plan("llama31_8b", gpu="rtx4090_24gb", max_model_len=4096)

@@ -175,6 +175,7 @@ def test_shells_get_a_script_and_bash_what_stands_behind_the_sign(
     assert capsys.readouterr().out.split() == ["offload=uva"]
 
 
+@pytest.mark.thorough
 def test_a_plan_is_one_json_document(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert main(["plan", "model=glass", "gpu=rtx4090_24gb", "--json"]) == 0
     shown = capsys.readouterr()
@@ -194,6 +195,7 @@ def test_a_refusal_is_one_json_document(capsys: pytest.CaptureFixture[str], home
     assert document["message"] in shown.err
 
 
+@pytest.mark.thorough_but("run")
 @pytest.mark.parametrize(("word", "num_points"), [("run", None), ("sweep", 1)])
 def test_runs_are_one_json_document(
     word: str,
@@ -201,6 +203,7 @@ def test_runs_are_one_json_document(
     home: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    logging_as_before: None,
 ) -> None:
     record = ok_record(run_id="made")
     monkeypatch.setattr("harness.point.point.run_point", lambda *arguments: record)
@@ -212,6 +215,7 @@ def test_runs_are_one_json_document(
     assert Path(found[0]["folder"]).is_relative_to(home)
 
 
+@pytest.mark.thorough
 def test_models_are_listed_shown_and_removed(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def staged(backend: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.thorough
 def test_every_folder_of_the_project_is_staged(staged: Path) -> None:
     assert [path.name for path in staged.iterdir() if path.is_dir()] == ["tightfit"]
     names = {path.name for path in (staged / "tightfit").iterdir() if path.is_dir()}
@@ -59,6 +60,7 @@ def test_every_folder_of_the_project_is_staged(staged: Path) -> None:
     assert (staged / "tightfit" / "conf" / "config.yaml").is_file()
 
 
+@pytest.mark.thorough
 def test_the_registry_is_made_by_the_migrations_of_the_wheel(staged: Path, tmp_path: Path) -> None:
     """Alembic finds them beside the moved packages, and they name these."""
     code = (
@@ -78,6 +80,7 @@ def test_the_registry_is_made_by_the_migrations_of_the_wheel(staged: Path, tmp_p
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
+@pytest.mark.thorough
 def test_no_text_names_a_module_of_the_project() -> None:
     """In the wheel it has another name; catalogue.processes makes it, for `python -m`."""
     modules = {relative(path)[:-3].replace("/", ".") for path in python_files(*PACKAGES)}

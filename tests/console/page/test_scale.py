@@ -45,6 +45,7 @@ def write_runs(root, count):
         os.utime(folder, (1e9, 1e9))  # as runs of another day
 
 
+@pytest.mark.thorough
 def test_runs_are_paged_newest_first_and_follow_the_disk(tmp_path):
     root = tmp_path / "runs"
     write_runs(root, 90)

@@ -41,6 +41,7 @@ VIEWS = (
 )
 
 
+@pytest.mark.thorough_but("/", "/models/1", "/tests/1")
 @pytest.mark.parametrize(
     "address", [*VIEWS, "/models/2", slow("/models/2/delete"), slow("/?range=1h")]
 )
@@ -64,6 +65,7 @@ def test_a_hostile_name_is_text(client):
     assert f"This deletes {HOSTILE}" in told
 
 
+@pytest.mark.thorough_but("/")
 @pytest.mark.parametrize(
     "address", mostly_slow(VIEWS, lambda each: each in {"/", "/models/1", "/tests/2", "/settings"})
 )
@@ -155,6 +157,7 @@ def test_a_comparison_has_intervals_and_tokens(client):
         assert part in text
 
 
+@pytest.mark.thorough
 def test_a_sweep_is_asked_for_and_has_a_row_for_each_profile(client, database):
     text = client.get("/tests?model=1").text
     assert '<form class="fields" data-send="/api/sweep"' in text
@@ -171,11 +174,13 @@ def test_a_sweep_is_asked_for_and_has_a_row_for_each_profile(client, database):
     assert found == {"default": ["10.0", "5.00"], "uva4": ["12.5", "unknown"]}
 
 
+@pytest.mark.thorough
 def test_runs_of_a_home_without_any(client):
     assert "No run yet" in client.get("/runs").text
     assert "Expected two ticked runs or more" in client.get("/runs/compare?run=a").text
 
 
+@pytest.mark.thorough_but("a/../../registry.db")
 @pytest.mark.parametrize(
     "path", ["../registry.db", "..%2fregistry.db", "/etc/passwd", "a/../../registry.db", "."]
 )
@@ -184,6 +189,7 @@ def test_a_file_outside_of_the_runs_is_not_there(client, path):
     assert answer.status_code == 404
 
 
+@pytest.mark.thorough
 def test_a_console_that_others_reach_says_so(client, scripted):
     scripted.told["console"] = {"host": "0.0.0.0", "port": 7999, "is_loopback": False}
     assert "This console listens on 0.0.0.0" in client.get("/settings").text

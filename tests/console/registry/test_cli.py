@@ -35,6 +35,7 @@ def models_command(
     return run
 
 
+@pytest.mark.thorough
 def test_without_a_registry_the_catalogue_is_shown_and_none_is_made(
     models_command: Command, home: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_model_is_added_shown_changed_and_removed(
     assert "mine" not in models_command("list")[1]
 
 
+@pytest.mark.thorough
 def test_every_answer_is_there_as_json(models_command: Command, tmp_path: Path, home: Path) -> None:
     folder = checkpoint(home / "models" / "mine")
     _, found, _ = models_command("add", folder, "--as", "m", "--as-is", "--json")
@@ -130,6 +132,7 @@ def test_every_answer_is_there_as_json(models_command: Command, tmp_path: Path, 
     assert found["spec"]["num_hidden_layers"] == 32
 
 
+@pytest.mark.thorough
 def test_a_list_loads_no_sqlalchemy(models_command: Command, tmp_path: Path) -> None:
     models_command("add", checkpoint(tmp_path / "mine"), "--as-is")
     code = (

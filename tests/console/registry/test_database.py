@@ -154,6 +154,7 @@ class Writers:
         return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [5, slow(20)])
 def test_many_writers_and_a_reader_are_never_locked_out(
     database: Database, models: Models, number: int
@@ -185,6 +186,7 @@ def test_what_was_told_as_stored_outlives_kill_9(database: Database, models: Mod
         assert session.connection().exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
 
 
+@pytest.mark.thorough
 def test_many_processes_may_make_it_at_once(home: Path) -> None:
     writers = Writers(4, 0)
     assert writers.join() == []

@@ -52,6 +52,7 @@ def test_a_profile_is_named_by_its_model(database: Database, tmp_path: Path) -> 
         assert asked.keywords["max_num_seqs"] == number
 
 
+@pytest.mark.thorough_but("other")
 @pytest.mark.parametrize(
     ("name", "words"),
     [

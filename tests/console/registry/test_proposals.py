@@ -42,6 +42,7 @@ def test_a_model_that_does_not_fit_is_offered_each_way_with_its_price(models: Mo
     assert (again.verdict, again.settings) == ("fits", found.settings)
 
 
+@pytest.mark.thorough
 def test_what_is_set_is_kept(models: Models) -> None:
     row = models.describe("olmo7b")
     asked = {"cpu_offload_gb": 8, "max_num_seqs": 3, "max_model_len": 1024}
@@ -65,6 +66,7 @@ def test_a_small_model_takes_many_sequences(models: Models) -> None:
     assert profile_of(row).settings == {"max_num_seqs": 2}
 
 
+@pytest.mark.thorough
 def test_a_model_beyond_every_memory_is_added_as_it_is(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_card_that_is_none_is_refused(models: Models) -> None:
     assert refused.value.field == "max_num_seqs"
 
 
+@pytest.mark.thorough
 def test_ways_are_settings_of_a_profile(models: Models) -> None:
     """Settings that a way replaces go, and those of host memory for KV stay."""
     row = models.describe("llama32_1b")

@@ -27,6 +27,12 @@ from tests.console.supervise.conftest import (
 )
 from tests.slow import slow
 
+pytestmark = pytest.mark.thorough_but(
+    "test_a_service_is_started_shown_and_stopped",
+    "test_failures_before_a_clock_was_set_back_are_forgotten",
+    "test_a_load_is_stopped_where_it_stands",
+)
+
 
 def test_a_service_is_started_shown_and_stopped(database: Database, home: Path) -> None:
     async def run() -> None:

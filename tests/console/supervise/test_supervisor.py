@@ -69,6 +69,7 @@ def test_the_snapshot_has_what_pages_show(database: Database, home: Path) -> Non
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 def test_a_feed_tells_of_changes_and_ends(database: Database, home: Path) -> None:
     async def run() -> None:
         states: list[str] = []
@@ -103,6 +104,7 @@ def test_one_console_has_a_registry(database: Database, home: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.thorough_but("burn", "set_context")
 @pytest.mark.parametrize(
     ("action", "asked", "message"),
     [
@@ -138,6 +140,7 @@ def test_what_cannot_be_is_refused(
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 def test_the_context_window_is_changed_in_the_profile_and_in_what_is_served(
     database: Database, home: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_the_context_window_is_changed_in_the_profile_and_in_what_is_served(
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_when_the_console_is_killed(database: Database, home: Path) -> None:
     profile = add_model(database, "deaf+child")
     set_row(database, port=0)
@@ -179,6 +183,7 @@ def test_nothing_is_left_when_the_console_is_killed(database: Database, home: Pa
     assert not server.is_running()
 
 
+@pytest.mark.thorough
 def test_a_process_that_cannot_be_identified_is_left_alone(database: Database, home: Path) -> None:
     sleeping = [
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words])
@@ -212,6 +217,7 @@ def test_a_process_that_cannot_be_identified_is_left_alone(database: Database, h
             each.wait()
 
 
+@pytest.mark.thorough
 def test_foreign_servers_are_shown_and_not_stopped(database: Database, home: Path) -> None:
     async def run() -> None:
         profile = add_model(database, "deaf")

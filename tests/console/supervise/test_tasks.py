@@ -78,6 +78,7 @@ def lacks_files(database: Database, profile_id: int) -> int:
     return int(model.id)
 
 
+@pytest.mark.thorough
 def test_a_test_stops_what_is_served_and_starts_it_again(
     database: Database, home: Path, more: Mapping[str, Any], stand_in: StandIn
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_phase_without_an_end_has_no_count(
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("refusal", ["", "Access denied"])
 def test_a_test_stops_a_unit_where_it_may(
     database: Database, home: Path, more: Mapping[str, Any], stand_in: StandIn, refusal: str
@@ -158,6 +160,7 @@ def test_a_test_stops_a_unit_where_it_may(
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 def test_a_test_goes_on_without_a_console_and_the_next_one_follows_it(
     database: Database, home: Path, more: Mapping[str, Any], stand_in: StandIn
 ) -> None:
@@ -182,6 +185,7 @@ def test_a_test_goes_on_without_a_console_and_the_next_one_follows_it(
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ends", [slow("with nobody"), "with the next console"])
 def test_a_unit_is_started_again_by_the_console_behind_the_one_that_stopped_it(
     database: Database, home: Path, more: Mapping[str, Any], stand_in: StandIn, ends: str
@@ -214,6 +218,7 @@ def test_a_unit_is_started_again_by_the_console_behind_the_one_that_stopped_it(
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 def test_a_download_is_shown_and_may_fail(
     database: Database, home: Path, more: Mapping[str, Any]
 ) -> None:
@@ -234,6 +239,7 @@ def test_a_download_is_shown_and_may_fail(
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 def test_a_download_without_progress_ends_and_one_at_a_time_changes_a_model(
     database: Database, home: Path, more: Mapping[str, Any]
 ) -> None:

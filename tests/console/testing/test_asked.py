@@ -27,6 +27,7 @@ PROFILES: list[dict[str, Any]] = [
 NODES = ("offload.uva", "offload.prefetch", "kv", "engine", "planner")
 
 
+@pytest.mark.thorough
 def test_profiles_mean_the_same_to_the_harness(models: Models, tmp_path: Path) -> None:
     model = models.get("toy")
     profiles = {f"p.{number}": asked.asked_of(each, model) for number, each in enumerate(PROFILES)}
@@ -46,6 +47,7 @@ def test_profiles_mean_the_same_to_the_harness(models: Models, tmp_path: Path) -
         assert config.gpu.memory_gib == wanted.gpu.memory_gib
 
 
+@pytest.mark.thorough
 def test_sides_of_an_ab_differ_in_what_the_profiles_do(models: Models, tmp_path: Path) -> None:
     model = models.get("toy")
     a = asked.asked_of({"max_num_seqs": 4}, model)

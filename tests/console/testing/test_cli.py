@@ -20,6 +20,7 @@ def _plays(tests: Tests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "Tests", played)
 
 
+@pytest.mark.thorough
 def test_figures_are_told(stand_in: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in.plays(records={".": record()})
     assert cli.main(["toy", "--requests", "1"]) == EXIT_OK
@@ -34,6 +35,7 @@ def test_figures_are_told(stand_in: StandIn, capsys: pytest.CaptureFixture[str])
     )
 
 
+@pytest.mark.thorough
 def test_both_sides_are_told(stand_in: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in.plays(records={".": ab_record(rows=[ROW])})
     assert cli.main(["toy", "--against", "uva", "--pairs", "1", "--aa-pairs", "0"]) == EXIT_OK
@@ -48,6 +50,7 @@ def test_both_sides_are_told(stand_in: StandIn, capsys: pytest.CaptureFixture[st
     assert "0 tok/s" not in told
 
 
+@pytest.mark.thorough
 def test_one_that_does_not_fit_says_why(
     stand_in: StandIn, database: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -150,6 +150,7 @@ def test_without_a_record_the_refusal_or_the_log_says_why(tmp_path: Path) -> Non
         assert (found.status, found.reason) == (status, reason)
 
 
+@pytest.mark.thorough
 def test_exports_hold_the_figures(database: Database, tests: Tests, stand_in: StandIn) -> None:
     stand_in.plays(records={".": record()})
     test = tests.run(tests.queue("toy", Ask()).id)

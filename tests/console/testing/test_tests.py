@@ -91,6 +91,7 @@ def test_one_that_does_not_listen_is_killed(
     thread.join()
 
 
+@pytest.mark.thorough
 def test_one_that_is_killed_from_outside_is_interrupted_and_can_be_resumed(
     tests: Tests, stand_in: StandIn, database: Database
 ) -> None:
@@ -108,6 +109,7 @@ def test_one_that_is_killed_from_outside_is_interrupted_and_can_be_resumed(
         tests.resume(resumed.id)
 
 
+@pytest.mark.thorough
 def test_what_an_earlier_process_left_is_finished_followed_or_interrupted(
     tests: Tests, stand_in: StandIn, database: Database, models: Models, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def test_allocations_beyond_the_budget_fail() -> None:
     assert device.allocated_bytes() == device.peak_bytes() == 1000
 
 
+@pytest.mark.thorough_but("0", "1", "4097")
 @pytest.mark.parametrize("num_bytes", [0, 1, 4097, 65 * MIB])
 def test_host_buffers_have_the_exact_size(num_bytes: int) -> None:
     for pin in (False, True):

@@ -216,6 +216,7 @@ def test_many_pieces_reuse_the_lists_of_block_numbers(monkeypatch):
     mover.close()
 
 
+@pytest.mark.thorough_but("0-kernel", "3-mixed", "0-dma", "3-no uva", "0-early", "3-one by one")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pageable", [0, 3])
 def test_any_requests_read_what_they_computed(way, pageable):

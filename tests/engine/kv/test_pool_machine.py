@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import asdict
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -43,6 +44,7 @@ TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
 
 
+@pytest.mark.thorough
 def test_long_runs_reach_everything():
     """Seeded and long, as short examples seldom fill both tiers."""
     weights, reached = list(WEIGHTS.values()), Counter()

@@ -200,6 +200,7 @@ class Pool(TieredBlockPool):
         self.complete(move_ids)
 
 
+@pytest.mark.thorough
 def test_an_interrupt_of_a_submission_loses_no_moves_wherever_it_comes():
     """At each line in turn; the next poll submits what is left."""
     number, is_cut = 0, True

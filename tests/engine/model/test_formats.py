@@ -249,6 +249,7 @@ def expected(folder: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.thorough_but("untied-prefetch")
 @pytest.mark.parametrize(
     ("place", "names"),
     [
@@ -279,6 +280,7 @@ def test_tokens_equal_those_of_bf16_wherever_weights_lie(
     llm.close()
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_is_read_and_converted_by_blocks_of_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_first_row_is_of_the_first_tokens() -> None:
     assert first_row([1, 2**31]) == zlib.crc32(b"\1\0\0\0\0\0\0\x80")
 
 
+@pytest.mark.thorough
 def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "in a folder" / "a [trace].parquet"
     write_trace(path, RoutingTrace("some", SIZES, ids()))

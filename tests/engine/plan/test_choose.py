@@ -116,6 +116,7 @@ def test_the_freed_room_of_the_table_makes_a_step_shorter_in_the_same_bytes() ->
     assert step_ms(plan) < 0.88 * 155.5
 
 
+@pytest.mark.thorough
 def test_room_for_kv_that_is_asked_for() -> None:
     plan = choose(OLMO_7B, 16, kv_tokens=10_000, **OLMO)
     assert 10_000 <= plan.kv_tokens < 10_400
@@ -151,6 +152,7 @@ def test_olmo_7b_for_one_sequence() -> None:
     assert plan.to_dict()["choice"] == plan.choice
 
 
+@pytest.mark.thorough
 def test_candidates_that_lack_host_memory_are_not_among_those_that_fit() -> None:
     counts = []
     for size in (9, 200):
@@ -162,6 +164,7 @@ def test_candidates_that_lack_host_memory_are_not_among_those_that_fit() -> None
     assert counts == sorted(set(counts))
 
 
+@pytest.mark.thorough
 def test_a_candidates_figures_are_those_of_its_plan() -> None:
     for facts in (H200, replace(H200, **NO_UVA), replace(H200, **NO_PIN), CPU):
         plan = choose(OLMO_7B, 15, facts, dtype="bfloat16", max_model_len=2048)
@@ -173,6 +176,7 @@ def test_a_candidates_figures_are_those_of_its_plan() -> None:
         assert row["host_gib"] * GIB == offloaded + plan.outer_offloaded.num_bytes
 
 
+@pytest.mark.thorough
 def test_a_deep_queue_wants_room_for_kv() -> None:
     latency = choose(OLMO_7B, 16, **OLMO)
     queue = choose(OLMO_7B, 16, objective="throughput", **OLMO)
@@ -182,6 +186,7 @@ def test_a_deep_queue_wants_room_for_kv() -> None:
     assert rates[1] > rates[0]
 
 
+@pytest.mark.thorough
 def test_a_queue_is_not_slower_than_uva_by_hand() -> None:
     spec = conf_spec("gemma3_4b")
     limits = {"max_model_len": 128, "gpu_memory_utilization": 0.9, "max_num_batched_tokens": 512}
@@ -192,6 +197,7 @@ def test_a_queue_is_not_slower_than_uva_by_hand() -> None:
     assert total_s[1] < total_s[0]
 
 
+@pytest.mark.thorough
 def test_the_longest_sequence() -> None:
     spec = conf_spec("llama31_8b")
     with pytest.raises(CapacityError) as error:
@@ -210,6 +216,7 @@ def test_llama2_7b_in_10_gib() -> None:
     assert plan.gpu_total_bytes <= 9 * GIB
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["olmo2_13b", slow("qwen3_14b")])
 def test_over_20_gb_on_4_gb_run_with_nearly_all_off_or_are_refused_with_reasons(name: str) -> None:
     spec = conf_spec(name)
@@ -246,6 +253,7 @@ def test_machines_without_in_place_reads_or_pinning() -> None:
         assert any(note.startswith("fallback: ") for note in plan.notes)
 
 
+@pytest.mark.thorough
 def test_host_memory_bounds_the_choice() -> None:
     short = replace(H200, host_available_bytes=6 * GIB)
     assert choose(OLMO_7B, 16, short, **OLMO).host_total_bytes <= 5 * GIB

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from engine.model.spec import ModelSpec
 from engine.plan.planner import plan_memory
 from tests.engine.plan.test_choose import ask, choose, conf_spec, step_ms
 from tests.engine.specs import GIB, H200, NO_PIN, NO_UVA, OLMO_7B, check_plan, model_specs
+
+pytestmark = pytest.mark.thorough_but("test_kv_leaves_the_gpu_where_weights_in_its_place_cost_more")
 
 
 @settings(max_examples=10, deadline=None)

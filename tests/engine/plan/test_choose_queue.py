@@ -14,6 +14,8 @@ from tests.engine.plan.test_choose import ask, choose, conf_spec
 from tests.engine.specs import CPU, H200, NO_PIN, NO_UVA, configuration
 from tests.slow import slow
 
+pytestmark = pytest.mark.thorough
+
 QUEUE = {"max_model_len": 1024, "max_num_seqs": 64}
 
 

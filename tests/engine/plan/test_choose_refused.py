@@ -11,6 +11,7 @@ from tests.engine.plan.test_choose import OLMO, choose
 from tests.engine.specs import CPU, GIB, H200, OLMO_7B, advised, configuration
 
 
+@pytest.mark.thorough
 def test_where_host_memory_alone_is_short_no_card_is_advised() -> None:
     facts = replace(CPU, host_available_bytes=2 * GIB)
     tiny = replace(
@@ -34,6 +35,7 @@ def test_a_budget_of_next_to_nothing_is_refused_with_figures() -> None:
     assert re.fullmatch(r"gpu\.memory_gib=4\.\d+", advised(error.value)[0])
 
 
+@pytest.mark.thorough
 def test_advice_to_choose_placements_can_be_followed_beside_a_chosen_size() -> None:
     config = configuration(OLMO_7B, memory_gib=6, **OLMO)
     planner = replace(config.planner, auto_fields=["cpu_offload_gb"])

@@ -24,6 +24,7 @@ def scheduled(num: int, prompt: int, output: int, **limits: int) -> tuple[int, i
     return steps, tokens
 
 
+@pytest.mark.thorough_but("40-200-16-160", "12-1300-40-700", "9-700-100-90")
 @pytest.mark.parametrize(
     ("num", "prompt", "output", "blocks"),
     [

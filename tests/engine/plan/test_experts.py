@@ -74,6 +74,7 @@ def experts_of(plan: MemoryPlan) -> ExpertPlan:
     return plan.experts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [4096, 40960])
 @pytest.mark.parametrize("gib", [12, 16, 24, 48])
 def test_banks_get_what_is_left_beside_one_sequence(gib: float, length: int) -> None:
@@ -95,6 +96,7 @@ def test_banks_get_what_is_left_beside_one_sequence(gib: float, length: int) -> 
     assert plan.gpu_items["expert_banks"] <= per_slot
 
 
+@pytest.mark.thorough
 def test_four_bits_and_52000_tokens_fit_24_gib() -> None:
     """Steps of 1024 tokens restore a few experts at a time, so that all weights stay resident."""
     quantization = {
@@ -214,6 +216,7 @@ def simulated_hits(
     return hits / picks
 
 
+@pytest.mark.thorough_but("None-8-16-4", "0.9-40-64-6")
 @pytest.mark.parametrize(
     ("reuse", "num_slots", "num_experts", "top_k", "num_sequences"),
     [
@@ -356,6 +359,7 @@ def test_experts_first_and_both_orders_in_the_record() -> None:
     assert "orders" not in (planned(offload_backend="experts").predicted or {})
 
 
+@pytest.mark.thorough_but("experts", "mlp.experts")
 @pytest.mark.parametrize(
     ("selector", "taken"),
     [

@@ -72,6 +72,7 @@ def test_no_more_sequences_run_at_once_than_may() -> None:
     assert plan.max_kept > 200
 
 
+@pytest.mark.thorough
 def test_the_longest_sequence_is_that_of_both_tiers() -> None:
     kv: dict[str, Any] = {"num_cpu_blocks": 1000}
     # Longer sequences take more of other bytes: the same longest one, whatever is asked.
@@ -89,6 +90,7 @@ def test_the_longest_sequence_is_that_of_both_tiers() -> None:
 TIERS = (None, {"num_cpu_blocks": 40}, {"swap_space": 0.001})
 
 
+@pytest.mark.thorough_but("kv4")
 @pytest.mark.parametrize(
     ("kv", "memory_gib"),
     [
@@ -152,6 +154,7 @@ def test_stages_and_numbers_of_moves_are_counted_where_they_are_needed() -> None
     )
 
 
+@pytest.mark.thorough_but("500-8", "600-128", "5000-16")
 @pytest.mark.parametrize(
     ("blocks", "block_size"),
     [
@@ -177,6 +180,7 @@ def test_a_stage_holds_no_more_than_the_tier_and_no_less_than_a_tile(
     assert stage * 4096 * block_size <= 64 * MIB
 
 
+@pytest.mark.thorough
 def test_a_pin_limit_leaves_the_rest_pageable_and_is_recorded() -> None:
     plan = plan_llama(52_000, kv={"cpu_gib": 16, "pin_limit_gib": 10})
     assert plan.host_kv is not None
@@ -196,6 +200,7 @@ def test_a_pin_limit_leaves_the_rest_pageable_and_is_recorded() -> None:
         plan_llama(52_000, kv={"cpu_gib": 16, "pin_limit_gib": 0})
 
 
+@pytest.mark.thorough_but("no pin")
 @pytest.mark.parametrize(
     ("gaps", "pinned"), [(NO_PIN, 0), (NO_UVA, 8192)], ids=["no pin", "no uva"]
 )
@@ -300,6 +305,7 @@ def test_moves_are_expected_at_the_rates_of_link_and_pageable_memory() -> None:
 # Anything.
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(
     spec=model_specs(),

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from engine.model.spec import ModelSpec
 from engine.plan.planner import plan_memory
 from engine.run.inputs import cut_pieces, host_places
 from tests.engine.specs import CPU, GIB, check_plan, configuration, model_specs
+
+pytestmark = pytest.mark.thorough
 
 LIMITS = {"max_num_seqs": 4, "gpu_memory_utilization": 1.0}
 

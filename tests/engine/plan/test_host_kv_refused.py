@@ -55,6 +55,7 @@ def test_a_size_of_less_than_a_block_is_refused() -> None:
     assert plan_llama(8000, kv={"cpu_gib": 0.002}).host_kv is not None
 
 
+@pytest.mark.thorough
 def test_a_host_tier_is_advised_where_it_is_what_is_short() -> None:
     """Of the placement that is set, and of those that auto chooses from."""
     for memory_gib, planner in ((24, PlannerConfig()), (8, PlannerConfig(choose=True))):

@@ -52,6 +52,7 @@ TWO_TOKENS = KVSizes(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @example(kv=TWO_TOKENS, room=300)  # less than a sequence takes, and yet more than it needs of one
 @given(kv=sizes(), room=st.integers(0, 400_000))
@@ -171,6 +172,7 @@ def test_one_sequence_fits_to_the_byte_and_a_refusal_says_what_is_needed() -> No
     check_plan(plan, alone)
 
 
+@pytest.mark.thorough_but("context")
 @pytest.mark.parametrize("objective", ["latency", "throughput", "context"])
 def test_a_placement_is_chosen_for_a_model_with_windows(objective: str) -> None:
     spec = small_spec(**MIXED, max_position_embeddings=4096)

@@ -41,6 +41,7 @@ def plan_of(
     return plan_memory(replace(config, planner=planner or PlannerConfig()), spec, H200)
 
 
+@pytest.mark.thorough
 def test_olmo7b_on_16_gib_lacks_kv_and_says_the_least_offload() -> None:
     with pytest.raises(CapacityError) as caught:
         plan_of(OLMO, 16)
@@ -89,6 +90,7 @@ def test_llama2_7b_runs_in_10_gib() -> None:
     assert plan_of(spec, 10, planner=AUTO).kv_tokens >= 4096
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [256, 1024, 2048, 4096])
 def test_20_gb_on_4_gb_runs_or_is_refused_with_reasons(length: int) -> None:
     spec = replace(spec_of("olmo2_13b"), num_hidden_layers=28, dtype="bfloat16")
@@ -129,6 +131,7 @@ def walk_config(spec: ModelSpec, name: str, memory_gib: float) -> EngineConfig:
     return replace(config, planner=planner)
 
 
+@pytest.mark.thorough_but("uva-2")
 @pytest.mark.filterwarnings("ignore::engine.asked.offload.OffloadWarning")
 @pytest.mark.parametrize("num_layers", [2, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", mostly_slow(SPLITS, lambda x: x in {"uva", "auto"}))

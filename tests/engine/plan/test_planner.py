@@ -186,6 +186,7 @@ def test_plans_of_every_placement_account_for_all(
     assert {unit.residence.name for layer in plan.layers for unit in layer.units} <= {kind}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["uva", "prefetch"])
 def test_advice_takes_back_selectors_that_hold_too_little(kind: str) -> None:
     offload = uva(14, "k_proj") if kind == "uva" else prefetch(8, 8, 1, "k_proj")
@@ -241,6 +242,7 @@ def test_a_larger_card_is_advised_where_nothing_else_helps() -> None:
         plan_memory(replace(config, gpu=less), spec, larger)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_followed", [False, slow(True)])
 def test_limits_of_a_step_are_advised_where_no_offload_is_enough(is_followed: bool) -> None:
     settings = {"max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
@@ -264,6 +266,7 @@ def test_limits_of_a_step_are_advised_where_no_offload_is_enough(is_followed: bo
             plan_memory(follow(config, f"{name}={beyond}"), OLMO_7B, H200)
 
 
+@pytest.mark.thorough
 def test_the_least_uva_that_is_advised_is_the_least() -> None:
     config = configuration(OLMO_7B, memory_gib=15.9921875, **OLMO_ON_16_GB)
     with pytest.raises(CapacityError) as error:

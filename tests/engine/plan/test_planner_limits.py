@@ -36,6 +36,7 @@ from tests.engine.specs import (
 # Host memory.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "cuda"])
 def test_a_plan_beyond_host_memory_is_refused(facts: DeviceFacts) -> None:
     weights = OLMO_7B.weight_bytes() / GIB
@@ -75,6 +76,7 @@ def test_a_refusal_on_a_cpu_says_what_emulation_takes() -> None:
         plan_memory(config, OLMO_7B, replace(CPU, host_available_bytes=8 * GIB))
 
 
+@pytest.mark.thorough
 def test_a_refusal_names_offloads_that_only_host_memory_rules_out() -> None:
     config = configuration(OLMO_7B, memory_gib=15, dtype="bfloat16")
     with pytest.raises(CapacityError) as error:
@@ -137,6 +139,7 @@ def test_swap_space_moves_as_few_layers_as_fit() -> None:
     assert room - layer < 4096 * 512 * 1024
 
 
+@pytest.mark.thorough
 def test_swap_space_that_is_too_small_is_refused_with_what_is_needed() -> None:
     with pytest.raises(CapacityError) as error:
         plan_olmo(kv={"swap_space": 0.5})

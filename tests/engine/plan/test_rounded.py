@@ -46,6 +46,7 @@ def test_a_plan_that_offloads_names_4_bits_and_one_that_does_not_names_none() ->
     assert not any("4-bit" in line for line in answer(resident, OLMO_7B, H200).lines)
 
 
+@pytest.mark.thorough
 def test_no_row_where_4_bits_do_not_fit_or_are_ruled_out() -> None:
     assert "4-bit" not in str(refused(memory_gib=4))
     quantised = {"method": "awq", "schemes": [{"layout": "awq", "bits": 4, "group": 128}]}

@@ -65,6 +65,7 @@ def step_ms(plan: MemoryPlan) -> float:
     return float(plan.predicted["decode_step_ms"])
 
 
+@pytest.mark.thorough
 def test_the_mix_that_takes_the_least_room_may_move_nothing() -> None:
     """In codes alone the largest tensor needs more room to be restored than codes save."""
     spec, gpu = conf_spec("llama31_8b_fp8"), card("rtx5090_laptop_24gb")
@@ -169,6 +170,7 @@ def test_a_tied_table_is_kept_in_codes() -> None:
     assert (plan.weight_format or {})["plain_matrices"] == {}
 
 
+@pytest.mark.thorough
 def test_olmo_7b_stays_on_a_16_gb_card_in_codes() -> None:
     with pytest.raises(CapacityError):
         on_card("rtx4080_16gb")
@@ -191,6 +193,7 @@ def test_where_both_fit_the_faster_one_is_chosen(name: str) -> None:
     assert plan.offloaded_layers == plain.offloaded_layers == ()
 
 
+@pytest.mark.thorough
 def test_a_queue_on_a_fast_card_is_served_from_plain_weights() -> None:
     """Its steps have as many tokens as restoring weights in registers costs more than it reads."""
     planner = PlannerConfig(choose=True, objective="throughput")
@@ -322,6 +325,7 @@ def test_lossless_weights_are_advised_first_where_they_fit() -> None:
         assert "lossless" not in str(error.value)
 
 
+@pytest.mark.thorough
 def test_lossless_weights_are_advised_first_where_fewer_leave_the_gpu() -> None:
     with pytest.raises(CapacityError) as error:
         on_card("rtx3060_12gb")
@@ -345,6 +349,7 @@ def with_uva(gib: float, name: str, **settings: Any) -> MemoryPlan:
     return plan_memory(config, OLMO_7B, DeviceFacts.of_card(gpu))
 
 
+@pytest.mark.thorough
 def test_an_offload_that_is_enough_for_codes_alone_is_kept_in_the_advice() -> None:
     with pytest.raises(CapacityError) as error:
         with_uva(4, "rtx3060_12gb")
@@ -375,6 +380,7 @@ def test_an_offload_that_lossless_weights_do_not_need_says_what_it_costs() -> No
     assert not any("is not needed" in note for note in free.notes)
 
 
+@pytest.mark.thorough
 def test_an_offload_that_does_not_fit_is_told_that_codes_need_none() -> None:
     gpu = card("rtx4080_16gb")
     config = configuration(OLMO_7B, offload=uva(0.1), **(LIMITS | {"weight_format": None}))
@@ -401,6 +407,7 @@ def ratio(plan: MemoryPlan) -> float:
     return float((plan.weight_format or {})["ratio"])
 
 
+@pytest.mark.thorough
 def test_a_card_that_lacks_a_little_packs_some_layers() -> None:
     """A queue's steps have many tokens: what is in codes makes room, and makes them longer."""
     plan = on_card("rtx4090_24gb", QUEUE, memory_gib=21.5, **MANY)
@@ -433,6 +440,7 @@ def test_what_leaves_the_gpu_is_in_codes_where_what_stays_is_plain() -> None:
     assert plan.choice["chosen"].endswith("copied ahead, 2 slots")
 
 
+@pytest.mark.thorough
 def test_the_head_stays_plain_where_to_restore_it_takes_more_room_than_its_codes_save() -> None:
     plan, lossless = (
         on_card("rtx3060_12gb", AUTO, weight_format=word, **MANY) for word in ("auto", "lossless")

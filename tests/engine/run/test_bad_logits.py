@@ -40,6 +40,7 @@ def drain(llm: LLM) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_request_fails_alone_and_its_prompt_works_again(cached: LLM, tiny: TinyModels) -> None:
     wanted = tiny.greedy("llama", PROMPTS, 12)
     for index, prompt in enumerate(PROMPTS):

@@ -72,6 +72,7 @@ def test_a_certain_number_of_tokens_a_step_overlaps(count: int, overlap: bool) -
     assert step.used_graph
 
 
+@pytest.mark.thorough
 def test_a_core_needs_no_torch() -> None:
     code = (
         "import sys\n"

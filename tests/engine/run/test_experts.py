@@ -35,6 +35,7 @@ PROMPTS = [make_prompt(length, seed=5) for length in (1, 2, 15, 16, 17, 40, 70)]
 MAX_TOKENS = 8
 
 
+@pytest.mark.thorough_but("prefetch_experts")
 @pytest.mark.parametrize(
     "offload",
     [
@@ -84,6 +85,7 @@ def fused(folder: Path, target: Path, spec: ModelSpec, *, renames: bool) -> Path
     return target
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_of_a_layer_in_one_tensor(tiny: TinyModels, tmp_path: Path, family: str) -> None:
     folder = tiny.folder(family)
@@ -122,6 +124,7 @@ def test_layers_with_experts_and_dense_ones(tiny: TinyModels) -> None:
     assert spec.weight_bytes() == 4 * spec.num_parameters
 
 
+@pytest.mark.thorough
 def test_dummy_weights_of_experts(tiny: TinyModels) -> None:
     folder = tiny.folder("qwen2_moe")
     runs = []
@@ -132,6 +135,7 @@ def test_dummy_weights_of_experts(tiny: TinyModels) -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("variant", "way", "changes"), QUANTISED, ids=str)
 def test_quantised_experts(variant: str, way: str, changes: dict[str, Any], tmp_path: Path) -> None:
     name = next(name for name in WAYS if name.startswith(way))
@@ -158,6 +162,7 @@ def test_experts_whose_columns_have_an_order_of_their_own_are_refused(tmp_path: 
         open_llm(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", ["qwen2_moe", slow("qwen3_moe"), slow("mixtral")])
 def test_experts_of_gguf_files(variant: str, tmp_path: Path) -> None:
     changes = {} if variant == "mixtral" else WIDE | {"mlp_only_layers": []}

@@ -35,6 +35,7 @@ SHORT = [make_prompt(length, seed=1) for length in (1, 2, 15, 16, 17, 40, 64, 65
 MAX_TOKENS = 6
 
 
+@pytest.mark.thorough_but("llama", "gemma3", "qwen3_moe")
 @pytest.mark.parametrize(
     "variant",
     mostly_slow(
@@ -52,6 +53,7 @@ def test_tokens_equal_transformers_alone_and_together(tiny: TinyModels, variant:
     llm.close()
 
 
+@pytest.mark.thorough_but("qwen2")
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x in {"qwen2", "gemma3"}))
 def test_bfloat16_log_probabilities_are_near_those_of_transformers(
     tiny: TinyModels, family: str
@@ -104,6 +106,7 @@ NEAR_OTHERS = (4, 8, 10, 14)
 """Places of those whose keys another one has too."""
 
 
+@pytest.mark.thorough_but("qwen3")
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -139,6 +142,7 @@ LIMITS = ((8, 7, 3), (32, 16, 8), (128, 50, 1))
 """Tokens of a block, tokens of a step, sequences at once; llama gets all, the others one each."""
 
 
+@pytest.mark.thorough_but("gemma3")
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x in {"llama", "gemma3"}))
 def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
     tiny: TinyModels, family: str
@@ -156,6 +160,7 @@ def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
         llm.close()
 
 
+@pytest.mark.thorough
 def test_requests_that_arrive_while_others_decode(tiny: TinyModels) -> None:
     expected = tiny.greedy("olmo2", SHORT, MAX_TOKENS)
     llm = open_llm(tiny.folder("olmo2"), max_num_batched_tokens=24)
@@ -172,6 +177,7 @@ def test_requests_that_arrive_while_others_decode(tiny: TinyModels) -> None:
     llm.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("offload", [slow({}), {"offload_group_size": 2}])
 def test_tokens_do_not_depend_on_preemption(
     tiny: TinyModels,

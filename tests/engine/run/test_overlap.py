@@ -74,6 +74,7 @@ def expected(text_folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_blocks", "late"), [(None, False), (9, True), slow(None, True), slow(9, False)]
 )
@@ -99,6 +100,7 @@ def test_every_kind_of_sampling_gives_the_tokens_of_steps_that_do_not_overlap(
     llm.close()
 
 
+@pytest.mark.thorough_but("late")
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 def test_greedy_requests_overlap_in_all_steps_but_the_first(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, late: bool
@@ -166,6 +168,7 @@ def one_host_table(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     sampler._hosts = sampler._targets = sampler._hosts[:1]
 
 
+@pytest.mark.thorough_but("stale_ids", "tokens_overwritten")
 @pytest.mark.parametrize(
     "fault", [stale_ids, ids_not_read, wrong_rows, tokens_overwritten, one_host_table]
 )
@@ -329,6 +332,7 @@ def test_a_replay_alone_runs_the_newest_decode_again(tiny: TinyModels) -> None:
     llm.close()
 
 
+@pytest.mark.thorough
 def test_the_same_tokens_whatever_the_torch_seed(tiny: TinyModels) -> None:
     """Draws are keyed by position, which a token in flight counts for."""
     params = SamplingParams(temperature=1.3, max_tokens=10)
@@ -342,6 +346,7 @@ def test_the_same_tokens_whatever_the_torch_seed(tiny: TinyModels) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("long_step_s", "begins"), [(0.0, True), (1e9, False)])
 def test_a_long_prompt_misses_a_step_only_where_steps_are_short(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, long_step_s: float, begins: bool

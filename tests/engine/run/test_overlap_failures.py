@@ -64,6 +64,7 @@ def test_requests_may_be_aborted_and_named_again_while_in_flight(
     assert drain(llm, tokens) == {"a": wanted[0], "b": wanted[2]}
 
 
+@pytest.mark.thorough_but("KeyboardInterrupt")
 @pytest.mark.parametrize("where", ["prepare", "execute", "enqueue", "mark"])
 @pytest.mark.parametrize(
     ("kind", "late"),
@@ -110,6 +111,7 @@ def test_a_launch_that_fails_leaves_the_step_in_flight(
     llm.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 def test_unusable_logits_end_their_requests_and_drop_the_step_behind(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, late: bool

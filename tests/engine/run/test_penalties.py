@@ -65,6 +65,7 @@ class Steps:
         return [token_id for _, token_id in self.unknown], slow
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     kinds=st.lists(st.integers(0, len(PENALTIES) - 1), min_size=5, max_size=5),

@@ -153,6 +153,7 @@ def test_equals_the_slow_way(batch, select):
             assert value == pytest.approx(float(logprobs[at, token_id]), abs=1e-5)
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None)
 @given(batch=batches(), portion=st.integers(1, 3), order=st.randoms(use_true_random=False))
 def test_batch_and_order_do_not_matter(batch, portion, order):
@@ -200,6 +201,7 @@ def draws(count=400, **params):
     return [token.token_id for token in sample(Sampler(V, "cpu"), logits, rows)]
 
 
+@pytest.mark.thorough
 def test_draws_follow_the_probabilities():
     count = 20_000
     row = make_row(temperature=1.3, top_p=0.95)

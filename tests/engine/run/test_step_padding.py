@@ -62,6 +62,7 @@ def count_graph_steps(llm: LLM) -> list[tuple[int, int, bool]]:
     return steps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x == "gemma3"))
 def test_padded_steps_give_the_same_tokens(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, family: str
@@ -98,6 +99,7 @@ def test_more_prompts_than_a_graph_holds_run_eagerly(
     llm.close()
 
 
+@pytest.mark.thorough
 def test_offloaded_layers_pad_alike_and_capture_no_prompts(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -235,6 +236,7 @@ class World:
         assert order == sorted(order), "served in order of arrival"
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(load=loads())
 def test_every_load_is_served(load):

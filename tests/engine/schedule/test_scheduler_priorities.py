@@ -1,5 +1,6 @@
 """Requests of a lower priority come first, in the queue and in the blocks."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def test_a_preempted_one_waits_before_equal_ones_alone():
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ([0], [3, 1, 2])
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     loads=st.lists(

@@ -89,6 +89,7 @@ def outcome(world):
     return [(s.output_token_ids, s.finish_reason) for s in world.sequences]
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(
     load=loads(),

@@ -66,6 +66,7 @@ def longest_gap(world, sequence, until):
     return most
 
 
+@pytest.mark.thorough_but("together")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("rates", [None, TURNS, TOGETHER], ids=["", "turns", "together"])
 def test_a_short_request_has_its_first_token_within_two_steps(count, rates):
@@ -278,6 +279,7 @@ def test_an_abort_passes_the_turn_on():
     world.end()
 
 
+@pytest.mark.thorough
 def test_both_tiers_full_of_long_ones_take_blocks_from_the_newest():
     """What cannot grow further loses its blocks, as everywhere; all end with their tokens."""
     world = world_of(num_in_place=62, num_other=30, max_len=320)
@@ -328,6 +330,7 @@ class Clocks:
         return sequence
 
 
+@pytest.mark.thorough_but("0")
 @pytest.mark.parametrize("seed", [0, 6, *map(slow, range(10, 150))])
 def test_nobody_starves_in_any_mix(monkeypatch, seed):
     """Long and short ones come and go at random, with room for all of them on both tiers."""

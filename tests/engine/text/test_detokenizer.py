@@ -146,6 +146,7 @@ def test_tokens_without_text_do_not_end_a_run_of_bytes(byte_fallback):
     assert pieces == ["", "", "", "", "\u00e9 cat", "", "", "", "\ufffd\ufffd cat", ""]
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None)
 @given(text=st.text(max_size=30))
 def test_any_text_survives(byte_level, byte_fallback, text):
@@ -293,6 +294,7 @@ def test_plain_text_that_spells_a_special_token_stops_too(byte_level):
     assert (found.text, found.stop_reason) == ("a", MARK)
 
 
+@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_stop_strings_end_the_text_where_it_is_read_with_special_tokens(byte_level, data):

@@ -70,6 +70,7 @@ def engine_weights(folder: Path, **keywords: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.thorough_but("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), "float32"])
 def test_every_dtype_is_converted_as_torch_does(tmp_path: Path, dtype: str) -> None:
     folder = save(hf_model("qwen2", tie_word_embeddings=False), tmp_path, dtype)
@@ -84,6 +85,7 @@ def test_every_dtype_is_converted_as_torch_does(tmp_path: Path, dtype: str) -> N
                 assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
 
 
+@pytest.mark.thorough_but("float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_engine_in_half_precision_answers(tiny: TinyModels, dtype: str) -> None:
     resident = open_llm(tiny.folder("qwen3"), dtype=dtype)
@@ -219,6 +221,7 @@ def test_a_single_file_comes_before_an_index_of_shards_that_are_gone(
     llm.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x == "llama"))
 def test_a_head_that_differs_from_a_tied_embedding_is_used(
     tiny: TinyModels, tmp_path: Path, family: str

@@ -42,6 +42,7 @@ def folder(tiny: TinyModels, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_placements_do_not_change_weights_or_tokens(folder: Path) -> None:
     resident = open_llm(folder, load_format="dummy")
     expected, tokens = weights(resident), greedy(resident, PROMPTS, 6)
@@ -65,6 +66,7 @@ def resident_spec(folder: Path) -> Any:
     return ModelSpec.from_hf_config(json.loads((folder / "config.json").read_text()))
 
 
+@pytest.mark.thorough
 def test_every_dtype_rounds_the_same_values(folder: Path) -> None:
     exact = open_llm(folder, load_format="dummy")
     expected = weights(exact)
@@ -87,6 +89,7 @@ def test_seed_and_name_change_every_value() -> None:
         assert (other != base).float().mean() > 0.99
 
 
+@pytest.mark.thorough
 def test_the_engines_seed_is_used(folder: Path) -> None:
     tokens = []
     for seed in (0, 7):

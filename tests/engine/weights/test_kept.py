@@ -170,6 +170,7 @@ def test_a_copy_is_a_safetensors_file_that_restores_to_the_checkpoint(folder: Pa
         assert torch.count_nonzero(found.table) >= entry["escapes"] > 0
 
 
+@pytest.mark.thorough
 def test_a_copy_of_another_placement_and_an_unasked_load_are_read_too(
     folder: Path, expected: list[list[int]], reads: Reads
 ) -> None:
@@ -257,6 +258,7 @@ def first_byte(folder: Path) -> int:
     return int(8 + length)
 
 
+@pytest.mark.thorough_but("bit-True")
 @pytest.mark.parametrize(
     ("fault", "asked"),
     [
@@ -313,6 +315,7 @@ def test_only_the_damaged_tensor_is_packed_again(folder: Path, reads: Reads) -> 
     assert reads.of_source() == {"lm_head.weight"}
 
 
+@pytest.mark.thorough
 def test_a_plan_that_has_other_tensors_in_codes_reads_what_it_can(
     folder: Path, expected: list[list[int]], reads: Reads
 ) -> None:
@@ -330,6 +333,7 @@ def test_a_plan_that_has_other_tensors_in_codes_reads_what_it_can(
     assert len(files(folder)) == 2
 
 
+@pytest.mark.thorough
 def test_what_is_joined_otherwise_is_read_from_the_checkpoint(
     folder: Path, expected: list[list[int]], reads: Reads
 ) -> None:
@@ -346,6 +350,7 @@ def test_what_is_joined_otherwise_is_read_from_the_checkpoint(
     assert reads.of_source() == {f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"}
 
 
+@pytest.mark.thorough
 def test_a_copy_that_vanishes_while_it_is_read_does_no_harm(
     folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +369,7 @@ def test_a_copy_that_vanishes_while_it_is_read_does_no_harm(
     assert len(files(folder)) == 1
 
 
+@pytest.mark.thorough
 def test_while_another_process_writes_a_load_goes_on(
     folder: Path, expected: list[list[int]]
 ) -> None:
@@ -377,6 +383,7 @@ def test_while_another_process_writes_a_load_goes_on(
     assert files(folder) == []
 
 
+@pytest.mark.thorough
 def test_two_that_have_packed_write_one_copy(
     folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +404,7 @@ def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
     assert not left.exists()
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_told_in_one_line_and_the_engine_goes_on(
     folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,6 +462,7 @@ def test_a_checksum_fits_a_buffer() -> None:
     assert CHECKED_BYTES <= PIECE_BYTES
 
 
+@pytest.mark.thorough
 def test_tensors_of_many_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a size that no checksum divides, written and read by pieces."""
     for module in (kept, reader):
@@ -475,6 +484,7 @@ def pack(folder: Path, told: Any = None, **keywords: Any) -> PackedCheckpoint:
     return pack_checkpoint(folder, copies(folder), facts, device="cpu", **keywords)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("group_bytes", [1, slow(2**30)])
 def test_packing_ahead_makes_what_a_load_reads(
     folder: Path,
@@ -508,6 +518,7 @@ def test_packing_ahead_makes_what_a_load_reads(
     assert mended.escapes == found.escapes
 
 
+@pytest.mark.thorough
 def test_packing_ahead_leaves_what_codes_cannot_hold(folder: Path, reads: Reads) -> None:
     change(folder, lambda tensor: tensor[:, ::3].mul_(2.0**30), "1.mlp.down_proj.weight")
     plain = open_llm(folder, dtype="bfloat16")

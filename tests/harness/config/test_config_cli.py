@@ -134,6 +134,7 @@ def test_help_of_an_unknown_key_suggests_one(capsys: pytest.CaptureFixture[str])
     assert "Did you mean engine.max_num_seqs?" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_cfg_prints_yaml_and_the_notice_goes_to_stderr(tmp_path: Path) -> None:
     done = harness(tmp_path, "--cfg", "job", "offload=prefetch")
     assert done.returncode == 0
@@ -159,6 +160,7 @@ def test_a_part_that_is_null_can_be_printed(here: Callable[..., Done]) -> None:
     assert (done.returncode, done.stdout) == (0, "null\n")
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_refused_says_one_line_and_has_exit_code_2(tmp_path: Path) -> None:
     done = harness(tmp_path, "+modell=olmo7b")
     assert done.returncode == 2

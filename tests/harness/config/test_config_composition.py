@@ -46,6 +46,7 @@ def test_plus_on_a_known_key_or_group_changes_nothing(composer: Composer) -> Non
     assert config.config.kv.block_size == 32
 
 
+@pytest.mark.thorough
 def test_auto_is_an_offload_among_others(composer: Composer) -> None:
     command = "-m  model=olmo7b  gpu=rtx4080_16gb  offload=none,uva,auto"
     found = plan(composer, command).points
@@ -63,6 +64,7 @@ def test_the_later_of_two_values_holds(composer: Composer) -> None:
     assert found.points[0].overrides == ["+model=glass", "offload=none"]
 
 
+@pytest.mark.thorough
 def test_a_sweep_is_the_product_of_its_values(composer: Composer) -> None:
     found = plan(composer, "-m  model=olmo7b  offload=none,uva  gpu=rtx4080_16gb,rtx4090_24gb")
     assert found.multirun
@@ -71,6 +73,7 @@ def test_a_sweep_is_the_product_of_its_values(composer: Composer) -> None:
     assert chosen == [(way, card) for way in ("none", "uva") for card in cards]
 
 
+@pytest.mark.thorough
 def test_a_sweep_may_use_patterns_and_ranges(composer: Composer) -> None:
     found = plan(composer, "-m  model=glob(llama32*)  engine.seed=range(2)")
     assert [(p.config.model.name, p.config.engine.seed) for p in found.points] == [
@@ -81,6 +84,7 @@ def test_a_sweep_may_use_patterns_and_ranges(composer: Composer) -> None:
     ]
 
 
+@pytest.mark.thorough_but("glass")
 @pytest.mark.parametrize("model", ["glass", "olmo7b", "glass,olmo7b"])
 def test_a_model_may_be_given_beside_an_experiment_that_chooses_it_too(
     model: str, composer: Composer
@@ -89,6 +93,7 @@ def test_a_model_may_be_given_beside_an_experiment_that_chooses_it_too(
     assert [point.config.model.name for point in found.points] == model.split(",")
 
 
+@pytest.mark.thorough_but("++experiment")
 @pytest.mark.parametrize("spelling", ["+experiment", "experiment", "++experiment"])
 def test_choices_win_over_an_experiment(spelling: str, composer: Composer) -> None:
     found = plan(
@@ -101,6 +106,7 @@ def test_choices_win_over_an_experiment(spelling: str, composer: Composer) -> No
     assert point.config.kv.block_size == 32
 
 
+@pytest.mark.thorough_but("+model")
 @pytest.mark.parametrize("spelling", ["model", "+model", "++model"])
 def test_a_model_beside_an_experiment_that_has_one(spelling: str, composer: Composer) -> None:
     found = plan(composer, f"+experiment=smoke  {spelling}=qwen25_0_5b  offload=none")
@@ -168,6 +174,7 @@ def test_a_path_needs_no_quotes(path: str, composer: Composer) -> None:
     assert point.config.model.path == path
 
 
+@pytest.mark.thorough
 def test_a_user_s_folder_adds_files(own_composer: Composer) -> None:
     composer = own_composer
     (point,) = plan(composer, "model=mine").points
@@ -186,6 +193,9 @@ def test_a_user_s_folder_adds_files(own_composer: Composer) -> None:
     assert point.config.model.name == "glass"
 
 
+@pytest.mark.thorough_but(
+    "gpu=words", "gpu=broken", "gpu=latin", "+experiment=group", "+experiment=override"
+)
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -7,6 +7,7 @@ from harness.config.compose import Composer
 from harness.config.source import TextSource
 
 
+@pytest.mark.thorough
 def test_a_file_is_read_once_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

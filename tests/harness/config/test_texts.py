@@ -26,6 +26,7 @@ def plan(composer: Composer, *typed: str) -> Plan:
     return composer.plan(["model=glass", *typed], multirun=True)
 
 
+@pytest.mark.thorough_but("2024_11_29", "1e5")
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_on_the_command_line_is_the_one_typed(composer: Composer, text: str) -> None:
     (point,) = plan(composer, f"tracking.experiment={text}", f"gpu.name={text}").points

@@ -15,6 +15,11 @@ from harness.point.show import summary_lines
 from harness.sweep.plan import point_lines, sweep_table
 from reports.record.record import RunRecord
 
+pytestmark = pytest.mark.thorough_but(
+    "test_a_plan_and_a_run_of_the_same_words_mean_the_same",
+    "test_advice_is_no_shorter_than_the_scenario_needs",
+)
+
 OLMO = ("+model=olmo7b", "gpu=rtx4080_16gb", "scenario=latency")
 
 

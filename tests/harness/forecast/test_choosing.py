@@ -18,6 +18,7 @@ def numbers(text: str) -> list[float]:
     return [float(item.replace(",", "")) for item in NUMBER.findall(text)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("models", [["olmo7b"], slow(None)], ids=["few", "all"])
 def test_the_page_is_the_one_in_docs(
     models: list[str] | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -46,6 +47,7 @@ def test_a_row_says_what_stays_on_each_card() -> None:
     assert re.fullmatch(r"3\.\d GiB off \d+\.\d, 4-bit \d+\.\d", cells["rtx3060_12gb"])
 
 
+@pytest.mark.thorough
 def test_ways_of_experts_are_the_choices_of_conf() -> None:
     composer = Composer()
     for way, (offload, planner) in EXPERT_WAYS.items():

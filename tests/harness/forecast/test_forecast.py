@@ -22,6 +22,12 @@ from harness.sweep.plan import csv_row, point_lines, sweep_table
 from tests.contracts.project import ROOT
 from tests.harness.cases import quoted
 
+pytestmark = pytest.mark.thorough_but(
+    "test_all_ways_stand_side_by_side_and_auto_is_recommended",
+    "test_what_cannot_fit_is_said_with_figures",
+    "test_the_answer_comes_first_in_80_columns",
+)
+
 GIB = 2**30
 
 EXPERTS = {

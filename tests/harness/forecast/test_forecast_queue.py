@@ -10,6 +10,8 @@ from harness.forecast.rows import FOR_QUEUE, Forecast, forecast
 from harness.sweep.plan import point_lines
 from tests.slow import slow
 
+pytestmark = pytest.mark.thorough
+
 NEARLY_FULL = ("+model=mistral_7b", "gpu=rtx4080_16gb", "gpu.memory_gib=16.9")
 QUEUE = "planner.objective=throughput"
 LIMIT = "engine.max_model_len=1024"

@@ -7,6 +7,8 @@ import pytest
 
 from harness.__main__ import main
 
+pytestmark = pytest.mark.thorough
+
 OLMO = ("+model=olmo7b", "gpu=rtx4080_16gb")
 
 

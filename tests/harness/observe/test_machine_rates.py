@@ -144,6 +144,7 @@ def test_rates_that_others_disturbed_are_made_again(monkeypatch: pytest.MonkeyPa
     assert disturbed.age(120.0) == "2 minutes ago while other processes used 99.0 cores"
 
 
+@pytest.mark.thorough
 def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     composer = Composer()
     card: Any = Card()

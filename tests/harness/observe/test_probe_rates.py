@@ -26,6 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MANY", 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small")
 def test_a_cpu_is_measured_and_planned_with() -> None:
     found = probe.probe_rates("cpu")

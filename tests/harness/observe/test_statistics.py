@@ -138,6 +138,7 @@ def test_noise_alone_seldom_looks_like_a_drift():
     assert sum(found) / len(found) < 0.02
 
 
+@pytest.mark.thorough
 def test_a_worker_measures_drifts_and_repeats_without_scipy(tmp_path):
     """In a process of its own, with the table that its parent made."""
     code = (
@@ -179,6 +180,7 @@ def waits(load, num, seed):
     return found
 
 
+@pytest.mark.thorough_but("0.9")
 @pytest.mark.parametrize("load", [0.5, 0.7, 0.9, 0.95])
 def test_a_queue_at_a_steady_load_has_no_trend(load):
     queues = [waits(load, 1000, seed) for seed in range(100)]

@@ -137,6 +137,7 @@ def test_points_on_the_cpu_and_on_a_server_run_one_after_another(tmp_path, no_wa
                 pass
 
 
+@pytest.mark.thorough_but("ab1-a")
 @pytest.mark.parametrize(("label", "uuid"), [("", "GPU-2"), ("ab1-a", "GPU-0")])
 def test_the_record_names_the_gpu_that_was_taken(
     forked_workers, tmp_path, monkeypatch, label, uuid

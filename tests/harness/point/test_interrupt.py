@@ -78,6 +78,7 @@ def test_an_earlier_interrupt_comes_afterwards(capsys: pytest.CaptureFixture[str
     assert "the folder is gone" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_ctrl_c_stands_where_the_point_s_folder_was_moved_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def run(tmp_path, config=None, name="run", **script):
     return record
 
 
+@pytest.mark.thorough
 def test_a_whole_point(interpreted_workers, tmp_path, capsys):
     parts = scenario(load=LoadScenario(cold_starts=1, warm_starts=2))
     record = run(tmp_path, run_config(scenario=parts), prefill_s=0.5, decode_s=0.125)
@@ -87,6 +88,7 @@ def test_a_whole_point(interpreted_workers, tmp_path, capsys):
     assert str(folder) in shown
 
 
+@pytest.mark.thorough
 def test_the_reference_is_made_once(tmp_path, home):
     config = run_config(scenario=scenario(throughput=None))
     run(tmp_path, config, name="first")
@@ -114,12 +116,14 @@ def test_wrong_tokens_are_not_timed(tmp_path):
     assert "latency/ttft_ms/mean" not in record.metrics
 
 
+@pytest.mark.thorough
 def test_a_rate_that_no_link_carries_makes_the_point_invalid(tmp_path, monkeypatch):
     monkeypatch.setattr(point, "impossible_rate", lambda record: f"{record.status}: too fast")
     record = run(tmp_path, run_config())
     assert (record.status, record.valid, record.reasons) == ("ok", False, ["ok: too fast"])
 
 
+@pytest.mark.thorough
 def test_without_a_reference_the_point_runs_and_is_not_valid(tmp_path):
     record = run(tmp_path, run_config(), fail_at="reference", failure="no_fit")
     assert (record.status, record.valid) == ("ok", False)
@@ -147,6 +151,7 @@ def test_failed_requests_make_the_point_invalid(tmp_path):
     assert record.reasons[0].startswith("latency: 1 of 11 requests failed; latency-0: prompt:")
 
 
+@pytest.mark.thorough_but("no_fit", "sigkill")
 @pytest.mark.parametrize(
     ("failure", "fail_at", "status", "kind"),
     [
@@ -173,6 +178,7 @@ def test_what_ends_a_worker_becomes_a_status(tmp_path, failure, fail_at, status,
         assert "exit code 7" in record.error["message"]
 
 
+@pytest.mark.thorough
 def test_a_run_that_failed_on_a_server_is_not_called_emulated(tmp_path):
     config = run_config(
         scenario=scenario(correctness=UNCHECKED, load=None),
@@ -241,6 +247,7 @@ def test_a_sigkill_with_a_raised_counter_is_oom(tmp_path, monkeypatch):
     assert "resident set had reached" in record.error["message"]
 
 
+@pytest.mark.thorough
 def test_a_worker_that_hangs_times_out_and_leaves_its_stack(interpreted_workers, tmp_path):
     config = run_config(scenario=scenario(correctness=UNCHECKED), timeout_s=4)
     record = run(tmp_path, config, fail_at="step", failure="hang")
@@ -250,6 +257,7 @@ def test_a_worker_that_hangs_times_out_and_leaves_its_stack(interpreted_workers,
     assert not _alive(tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_a_worker_that_does_nothing_is_stopped_without_a_limit_for_the_point(
     interpreted_workers, tmp_path
 ):
@@ -260,6 +268,7 @@ def test_a_worker_that_does_nothing_is_stopped_without_a_limit_for_the_point(
     assert "in _hang" in record.error["traceback"]
 
 
+@pytest.mark.thorough
 def test_one_bad_point_does_not_change_the_next(tmp_path):
     assert run(tmp_path, name="0", fail_at="step", failure="sigkill").status == "killed"
     assert run(tmp_path, name="1").status == "ok"
@@ -295,6 +304,7 @@ run_point(config, folder / "run", command=fake_command(folder, script))
 """
 
 
+@pytest.mark.thorough
 def test_no_worker_survives_a_killed_parent(tmp_path):
     root = Path(__file__).resolve().parents[3]
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], cwd=root)
@@ -437,6 +447,7 @@ def test_a_tracker_that_fails_at_the_end_is_a_warning(tmp_path, monkeypatch):
     assert "finish_point failed: RuntimeError: no room for figures" in warning
 
 
+@pytest.mark.thorough
 def test_gpu_cpu_takes_no_gpu(tmp_path):
     config = run_config(gpu=GPUConfig(name="cpu", device="cpu"))
     assert run(tmp_path, config).environment["gpu"] is None

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from harness.point.streams import lasting
 
 HELP = [sys.executable, "-m", "harness", "--help"]
@@ -42,6 +44,7 @@ def test_letters_that_the_encoding_lacks_are_escaped() -> None:
     os.close(write)
 
 
+@pytest.mark.thorough
 def test_a_command_whose_reader_is_gone_ends_as_it_would() -> None:
     read, write = os.pipe()
     os.close(read)
@@ -50,6 +53,7 @@ def test_a_command_whose_reader_is_gone_ends_as_it_would() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.thorough
 def test_a_command_without_streams_ends_as_it_would() -> None:
     closed = f"exec {shlex.join(HELP)} 0<&- 1>&- 2>&-"
     assert subprocess.run(["/bin/sh", "-c", closed], check=False).returncode == 0

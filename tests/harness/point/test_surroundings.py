@@ -337,6 +337,7 @@ def test_a_report_without_a_record_is_a_warning(tmp_path):
     assert f"tightfit open {shlex.quote(str(tmp_path))}" in warning
 
 
+@pytest.mark.thorough
 def test_the_report_of_a_record_is_made(tmp_path):
     record().write(tmp_path / "result.json")
     assert build_report(tmp_path) == []

@@ -184,6 +184,7 @@ def test_points_of_lossless_weights_have_the_budgets_of_their_targets():
     assert kept == ["lossless_keep"]
 
 
+@pytest.mark.thorough
 def test_the_command_line_holds_over_a_point(tmp_path):
     run_one = fake_run()
     study(
@@ -199,6 +200,7 @@ def test_the_command_line_holds_over_a_point(tmp_path):
     assert run_one.seen["resident"].scenario.steps.steps == 88  # nobody typed another number
 
 
+@pytest.mark.thorough
 def test_settings_of_a_part_that_a_point_leaves_out_are_those_of_others():
     base = ["study=bench_kv", "scenario.bare.parts=[moves]", "gpu.memory_gib=2"]
     points = {"with": StudyPoint(), "without": StudyPoint(overrides=["scenario.bare=null"])}
@@ -211,6 +213,7 @@ def test_settings_of_a_part_that_a_point_leaves_out_are_those_of_others():
     assert {config.gpu.memory_gib for config in found.values()} == {2}
 
 
+@pytest.mark.thorough
 def test_a_point_takes_values_of_an_earlier_one(tmp_path, capsys):
     run_one = fake_run()
     study(tmp_path, "study.rows=[prefetch,chosen]", run_one=run_one)
@@ -222,6 +225,7 @@ def test_a_point_takes_values_of_an_earlier_one(tmp_path, capsys):
     assert any("prefetch 8/5/2 has no plan.kv.tokens." in reason for reason in record.reasons)
 
 
+@pytest.mark.thorough_but("study.rows=[nosuch]")
 @pytest.mark.parametrize(
     ("typed", "text"),
     [
@@ -273,6 +277,7 @@ def test_the_usual_run_writes_both_documents(tmp_path, documents, capsys):
     assert {row["is_met"] for row in sample["rows"]} == {True, False}
 
 
+@pytest.mark.thorough_but("study.rows")
 @pytest.mark.parametrize(
     ("more", "why"),
     [
@@ -306,6 +311,7 @@ def test_an_emulated_run_is_held_against_nothing(tmp_path, documents, capsys):
     assert all("old" in file.read_text() for file in documents)
 
 
+@pytest.mark.thorough_but("driver")
 @pytest.mark.parametrize(
     ("fact", "value"),
     [
@@ -384,6 +390,7 @@ def beside(found, tmp_path, run_one):
     return StudyRun(config, tmp_path / "run", found.overrides, planned).run(run_one)
 
 
+@pytest.mark.thorough
 def test_a_run_of_the_version_before_stands_beside_the_points(tmp_path, documents, capsys):
     typed = before(tmp_path, git={"sha": "b" * 40})
     run_one = fake_run({"plain_40gib": {1: decode(0.0049)}, "lossless_13gib": {1: decode(0.004)}})
@@ -398,6 +405,7 @@ def test_a_run_of_the_version_before_stands_beside_the_points(tmp_path, document
     assert record.samples["study"]["points"][0]["folder"] is None
 
 
+@pytest.mark.thorough
 def test_a_run_of_another_card_makes_no_table(tmp_path, documents, capsys):
     typed = before(tmp_path, driver="551")
     record = beside(asked(typed), tmp_path, fake_run())

@@ -139,6 +139,7 @@ def test_what_measures_nothing_or_cannot_be_is_refused(fields):
         StepsScenario(**fields)
 
 
+@pytest.mark.thorough
 def test_every_part_of_an_engine_on_a_cpu(glass_model_dir):
     config = StepsScenario(
         batches=[1, 2, 8],

@@ -1,11 +1,10 @@
 """From a command line to records and an exit code, with points that end as a test says."""
 
 import errno
-import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,15 @@ from harness.sweep import track as sweep
 from harness.sweep.launch import BegunPoints
 from reports.record.record import RunRecord
 from tests.slow import slow
+
+pytestmark = pytest.mark.thorough_but(
+    "test_a_sweep_in_one_folder_with_one_context",
+    "test_points_that_are_not_ok_leave_the_others_and_exit_code_3",
+    "test_one_point_in_a_folder_of_its_own",
+    "test_no_model_is_said_in_one_line",
+    "test_a_mistake_in_any_point_runs_none",
+    "test_a_single_point_that_is_not_ok_is_exit_code_3",
+)
 
 
 class FakePoints:
@@ -89,25 +97,11 @@ def points(monkeypatch: pytest.MonkeyPatch) -> FakePoints:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Path:
     folder = tmp_path / "home"
     monkeypatch.setenv("TIGHTFIT_HOME", str(folder))
     monkeypatch.chdir(tmp_path)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """Hydra sets the root logger up; a test must not leave its handlers behind."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    for handler in list(root.handlers):
-        if handler not in handlers:
-            root.removeHandler(handler)
-            handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 STAMP = r"\d{8}-\d{6}-\d{6}-[0-9a-f]{6}"

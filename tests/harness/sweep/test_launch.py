@@ -27,7 +27,7 @@ REFERS = [
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> None:
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
 
@@ -74,6 +74,7 @@ def test_every_point_is_composed_once(
     assert [mode for mode, _ in composed] == ["RUN"]
 
 
+@pytest.mark.thorough
 def test_references_hold_in_plan_and_run_alike(asked: list[Any]) -> None:
     plan = Composer().plan(REFERS, multirun=True)
     assert [found.config.kv.cpu_gib for found in plan.points] == [0.001, 0.002]
@@ -97,6 +98,7 @@ def test_what_runs_is_what_was_checked(asked: list[Any], monkeypatch: pytest.Mon
     assert asked[0][0] is plans[0].points[0].config
 
 
+@pytest.mark.thorough
 def test_points_arrive_in_processes_that_a_launcher_starts(tmp_path: Path) -> None:
     plan = Composer().plan(REFERS, multirun=True)
     points = ComposedPoints(points=plan.points)
@@ -112,12 +114,14 @@ def test_points_arrive_in_processes_that_a_launcher_starts(tmp_path: Path) -> No
         assert there.load_sweep_config(plan.master, list(found.overrides)).engine.seed == 0
 
 
+@pytest.mark.thorough
 def test_points_with_the_same_overrides_are_counted_apart(asked: list[Any]) -> None:
     line = ["model=glass", "tracking=none", "rerun=all", "engine.seed=1,1", "-m"]
     assert main(line) == 0
     assert [context.index for *_, context in asked] == [0, 1]
 
 
+@pytest.mark.thorough
 def test_batches_of_a_sweep(asked: list[Any], tmp_path: Path) -> None:
     line = ["model=glass", "tracking=none", "engine.seed=1,2,3", "hydra.sweeper.max_batch_size=2"]
     assert main([*line, f"hydra.sweep.dir='{tmp_path / 's'}'", "-m"]) == 0

@@ -123,6 +123,7 @@ def test_a_point_that_ended_ok_is_taken_over(tmp_path, capsys):
     assert run(tmp_path, "fourth", "all").run_id != first.run_id
 
 
+@pytest.mark.thorough
 def test_a_point_that_failed_runs_again_unless_none_shall(tmp_path):
     failed = run(tmp_path, "first", "failed", fail_at="build", failure="crash")
     assert failed.status == "failed"
@@ -171,6 +172,7 @@ def test_a_file_that_cannot_be_read_fails_the_point_alone(tmp_path, monkeypatch)
     assert input_hashes(config) == {"latency.prompts_file": None}
 
 
+@pytest.mark.thorough
 def test_a_point_that_is_not_valid_runs_again_where_that_is_asked(tmp_path):
     first = run(tmp_path, "0", "all", refuse=["latency-0"])
     assert (first.status, first.valid) == ("ok", False)
@@ -180,6 +182,7 @@ def test_a_point_that_is_not_valid_runs_again_where_that_is_asked(tmp_path):
     assert run(tmp_path, "3", "invalid").run_id == again.run_id
 
 
+@pytest.mark.thorough
 def test_the_page_of_a_point_taken_over_under_its_own_name_is_not_drawn_again(tmp_path):
     command = fake_command(tmp_path, Script())
     first = tmp_path / "0"

@@ -39,6 +39,7 @@ def test_a_system_is_chosen_on_the_command_line():
     assert found.system.served_model == "m"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

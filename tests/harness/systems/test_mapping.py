@@ -219,6 +219,7 @@ def test_what_a_system_runs_on_must_be_there_before_anything_is_built(kind, monk
         prepare(config, print)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words",
     [
@@ -235,6 +236,7 @@ def test_an_absent_package_is_told_before_any_point_begins(words, monkeypatch, t
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_search_tells_an_absent_package_before_its_trials(monkeypatch):
     monkeypatch.setattr("harness.config.engine.find_spec", lambda _: None)
     runner = TrialRunner(Composer(), ["+model=glass", "system=accelerate"], goal=None)

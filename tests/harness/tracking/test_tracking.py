@@ -116,6 +116,7 @@ def unchecked(request, **changes):
     return run_config(scenario=parts, tracking=tracking(request), **changes)
 
 
+@pytest.mark.thorough
 def test_several_processes_create_one_database(database, client):
     home, codes, shown = database
     said = shown.read_text(encoding="utf-8")
@@ -129,6 +130,7 @@ def test_several_processes_create_one_database(database, client):
     assert not list(home.glob("cwd-*/*"))
 
 
+@pytest.mark.thorough
 def test_runs_of_dead_processes_are_repaired(database, home, client):
     assert {run.info.status for run in runs_of(client, "tightfit")} == {"RUNNING"}
     MlflowTracker(TrackingConfig(), home).open()
@@ -137,6 +139,7 @@ def test_runs_of_dead_processes_are_repaired(database, home, client):
     assert {run.data.tags["harness.status"] for run in runs} == {"killed"}
 
 
+@pytest.mark.thorough
 def test_a_point_is_mirrored(tmp_path, request, client):
     config = unchecked(request)
     record = run(tmp_path, config, prefill_s=0.5)
@@ -170,6 +173,7 @@ def test_a_point_is_mirrored(tmp_path, request, client):
     assert artifact.read_bytes() == (tmp_path / "run" / "result.json").read_bytes()
 
 
+@pytest.mark.thorough
 def test_no_parameter_is_left_out(request, client, home):
     tracker = MlflowTracker(tracking(request), home)
     tracker.open()
@@ -179,6 +183,7 @@ def test_no_parameter_is_left_out(request, client, home):
     assert mirrored.data.params == wanted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("failure", "status", "mirrored_status"),
     [("sigkill", "killed", "KILLED"), ("oom", "oom", "FAILED")],
@@ -192,6 +197,7 @@ def test_a_bad_point_is_mirrored(tmp_path, request, client, failure, status, mir
     assert mirrored.data.tags["error.type"] == record.error["type"]
 
 
+@pytest.mark.thorough
 def test_a_sweep_has_a_parent_and_a_child_for_each_point(tmp_path, request, client):
     config = unchecked(request)
     sweeps = [
@@ -232,6 +238,7 @@ def test_a_sweep_has_a_parent_and_a_child_for_each_point(tmp_path, request, clie
     assert (first.info.status, second.info.status) == ("FINISHED", "FAILED")
 
 
+@pytest.mark.thorough
 def test_the_end_of_a_sweep_ends_points_that_are_running_yet(tmp_path, request, client, home):
     sweep = SweepContext(sweep_id=request.node.name, folder=tmp_path, index=0, total=1)
     cut_short = open_tracker(tracking(request), home)
@@ -240,6 +247,7 @@ def test_the_end_of_a_sweep_ends_points_that_are_running_yet(tmp_path, request, 
     assert [run.info.status for run in runs_of(client, request.node.name)] == ["KILLED"] * 2
 
 
+@pytest.mark.thorough
 def test_a_database_whose_creation_was_killed_is_made_anew(tmp_path, monkeypatch):
     class Store:
         def __init__(self, uri, _):
@@ -263,6 +271,7 @@ def test_a_database_whose_creation_was_killed_is_made_anew(tmp_path, monkeypatch
     assert (tmp_path / database).read_text() == "complete"
 
 
+@pytest.mark.thorough
 def test_a_broken_database_costs_no_point(tmp_path, request, monkeypatch):
     home = tmp_path / "broken"
     home.mkdir()
@@ -304,6 +313,7 @@ def test_the_thread_of_a_tracker_ends_with_it(tmp_path):
     assert not thread.is_alive()
 
 
+@pytest.mark.thorough
 def test_tracking_none_works_without_mlflow(tmp_path, monkeypatch):
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
     monkeypatch.setitem(sys.modules, "mlflow", None)
@@ -318,6 +328,7 @@ def test_tracking_without_mlflow_is_a_warning(tmp_path, monkeypatch):
     assert tracker.view_command() is None
 
 
+@pytest.mark.thorough
 def test_a_point_taken_over_is_not_logged_twice(tmp_path, request, client):
     config = unchecked(request)
     first = SweepContext(sweep_id="one", folder=tmp_path, index=0, total=1, began_s=time.time())
@@ -335,6 +346,7 @@ def test_a_point_taken_over_is_not_logged_twice(tmp_path, request, client):
     assert sorted(found.data.tags["harness.kind"] for found in found) == ["point", "sweep"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("status", "mirrored"),
     [("no_fit", "FINISHED"), ("partial", "FINISHED"), ("failed", "FAILED"), ("oom", "FAILED")],
@@ -348,6 +360,7 @@ def test_a_sweep_with_points_that_do_not_fit_is_whole(tmp_path, request, client,
     assert parent.data.tags["harness.points"] == f"1 {status}"
 
 
+@pytest.mark.thorough
 def test_the_view_command_opens_the_runs(home):
     page = "http://127.0.0.1:5000/#/experiments"
     command = MlflowTracker(TrackingConfig(), home).view_command()
@@ -393,6 +406,7 @@ def test_start_ticks_tell_processes_apart():
     assert start_ticks(2**22 + 1) is None
 
 
+@pytest.mark.thorough
 def test_the_server_runs_in_this_process_and_says_where_it_answers(tmp_path, monkeypatch, capsys):
     class Server:
         def __init__(self, config):

@@ -88,6 +88,7 @@ def test_every_token_of_a_text_but_the_first_counts_once() -> None:
     assert len(windows(1000, CONFIG)) == 6
 
 
+@pytest.mark.thorough
 def test_perplexity_is_that_of_transformers(folder: Path, llm: LLM) -> None:
     ids = llm.tokenizer(TEXT)["input_ids"]  # type: ignore[misc]
     metrics, samples = measure_quality(llm, CONFIG, TEXT, None, **HOW)
@@ -103,6 +104,7 @@ def test_perplexity_is_that_of_transformers(folder: Path, llm: LLM) -> None:
     assert samples["num_tokens"] == 23 + 5 * 10
 
 
+@pytest.mark.thorough
 def test_agreement_is_that_of_greedy_tokens_each_given_those_before(
     folder: Path, llm: LLM, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_settings_without_effect_are_refused(fields, words):
 SIZES = {"num_requests": 4, "prompt_tokens": 8, "output_tokens": 5, "warmup_requests": 1}
 
 
+@pytest.mark.thorough
 def test_the_worker_repeats_with_fresh_prompts_and_ends_when_settled(tmp_path):
     part = ThroughputScenario(**SIZES, repeats=9, stop_share=0.05)
     result, factory = work(tmp_path, job(scenario=scenario(throughput=part, latency=None)))

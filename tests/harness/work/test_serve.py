@@ -371,6 +371,7 @@ def test_nothing_served_is_nothing_measured(tmp_path):
 # With the project's engine.
 
 
+@pytest.mark.thorough
 def test_the_real_engine_serves_its_own_tokens(tmp_path):
     from tests.tiny import COMMON, VOCAB, greedy_params, open_llm, tokens_of
 

@@ -18,6 +18,7 @@ def rows_of(records, tmp_path):
     return sweep_rows(points)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(SWEEP_FIGURES))
 def test_sweep_figures(name, tmp_path):
     rows = rows_of({**sweep_records(), "11": None}, tmp_path)
@@ -32,6 +33,7 @@ def test_sweeps_without_figures_draw_nothing(tmp_path):
     assert [draw(rows, LIGHT) for draw in SWEEP_FIGURES.values()] == [None, None]
 
 
+@pytest.mark.thorough
 def test_long_sweeps_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr("reports.figures.comparisons.MAX_BARS", 4)
     point = ok_record(metrics={"throughput/output_tok_s": 3.0})

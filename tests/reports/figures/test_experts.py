@@ -18,6 +18,7 @@ def test_hits_and_rates_are_those_between_two_rows():
     assert trace.by_layer() == [(1, 1.0, 0), (2, 0.0, pytest.approx(0.02)), (5, None, 0)]
 
 
+@pytest.mark.thorough
 def test_the_figure_has_lines_and_bars():
     drawing = FIGURES["experts"](ok_record(samples={"experts": expert_rows()}), LIGHT)
     assert share_near(drawing, LIGHT.accent) > 0.02

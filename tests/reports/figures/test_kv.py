@@ -17,6 +17,7 @@ def test_the_kv_figure_has_a_panel_for_each_tier_that_is_there():
     assert pixels(FIGURES["kv"](alone, LIGHT)).shape[0] < with_host.shape[0]
 
 
+@pytest.mark.thorough
 def test_a_little_of_a_large_kv_cache_is_seen():
     png = FIGURES["kv"](ok_record(samples={"kv": kv_rows(0) | {"gpu_blocks": 2.5e6}}), LIGHT)
     held = [round(0.85 * part + 0.15 * 255) for part in rgb(LIGHT.accent)]

@@ -24,7 +24,8 @@ def test_a_point_is_called_by_its_values() -> None:
     assert short("3") == "3"
 
 
-@pytest.mark.parametrize("text", [HEAD + ROWS, HEAD + "a,none,False,,\n"])
+@pytest.mark.thorough_but("refused")
+@pytest.mark.parametrize("text", [HEAD + ROWS, HEAD + "a,none,False,,\n"], ids=["fits", "refused"])
 def test_the_command_draws_a_plan(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +54,7 @@ def test_names_of_the_axes_do_not_meet() -> None:
     assert names[1].x1 <= figure.bbox.width
 
 
+@pytest.mark.thorough
 def test_a_long_sweep_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reports.figures.comparisons.MOST_POINTS", 4)
     row = {"offload": "none", "fits": "True", "decode_tokens_s": "5", "queue_output_tokens_s": "6"}

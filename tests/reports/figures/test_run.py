@@ -16,7 +16,10 @@ from tests.reports.figures.test_comparisons import rows_of
 from tests.reports.pages.test_write import read_html
 from tests.slow import mostly_slow, slow
 
+pytestmark = pytest.mark.thorough_but("test_figures_over_time_are_drawn")
 
+
+@pytest.mark.thorough_but("memory-light", "throughput-dark")
 @pytest.mark.parametrize(
     ("name", "theme"),
     [

@@ -46,6 +46,7 @@ def test_ticks_of_a_logarithmic_axis_are_few_and_round(low, high, ticks):
     assert log_ticks(low, high) == pytest.approx(ticks)
 
 
+@pytest.mark.thorough
 def test_an_adaptive_figure_has_no_colour_of_its_own_but_those_of_parts():
     svg = adaptive(drawn("memory").svg()).decode()
     rules, picture = svg.split("</style>", 1)
@@ -66,6 +67,7 @@ def test_no_colour_that_stays_is_one_of_the_light_theme():
     assert len(light) == len(fields(Theme))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(sorted(FIGURES), "kv".__eq__))
 def test_a_narrow_figure_has_the_width_of_a_phone_and_nothing_beyond(name):
     drawing = FIGURES[name](ok_record(), THEMES["light"].narrow)

@@ -1,5 +1,7 @@
 """The page of a comparison: ratios, sides that failed, links to its runs."""
 
+import pytest
+
 from reports.figures.comparisons import sides_figure
 from reports.figures.theme import THEMES
 from reports.pages.ab import ab_page, is_ab
@@ -89,6 +91,7 @@ def test_a_side_that_failed_shows_its_error_and_the_other_one_s_figures():
     assert sides_figure(record, THEMES["light"]) is None
 
 
+@pytest.mark.thorough
 def test_intervals_beyond_the_axis_and_without_noise_are_drawn():
     rows = [row(low=0.001, high=900.0, ratio=50.0, resolution=None), row(low=None, high=None)]
     for theme in (THEMES["light"], THEMES["light"].narrow):
@@ -102,6 +105,7 @@ def test_ratios_far_from_1_are_in_their_place_on_a_logarithmic_axis():
         assert f">{tick}<" in text
 
 
+@pytest.mark.thorough
 def test_the_report_of_a_folder_is_that_of_the_comparison(tmp_path):
     folder = write_run(comparison(a=side(overrides=[EVIL])), tmp_path / "ab")
     write_run(ok_record(), folder / "runs" / "00-ab1-a")

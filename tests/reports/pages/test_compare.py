@@ -181,6 +181,7 @@ def test_the_folder_of_a_sweep_is_not_that_of_a_run(tmp_path, capsys):
     assert str(tmp_path / "sweep" / "0") in error
 
 
+@pytest.mark.thorough
 def test_files_of_a_comparison(tmp_path, capsys):
     peer = peer_record(run_id="other")
     folders = [write_run(ok_record(), tmp_path / "a"), write_run(peer, tmp_path / "b")]

@@ -106,6 +106,7 @@ def test_the_only_script_is_the_one_that_the_page_allows(home):
     assert "://" not in html.replace(script, "")
 
 
+@pytest.mark.thorough
 def test_a_run_links_back_to_the_page_of_all_runs(home):
     folder = home / "runs" / "sweep" / "0"
     (folder.parent / "multirun.yaml").touch()

@@ -141,6 +141,7 @@ def test_markdown_tables_are_whole(ok_dir):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
 
 
+@pytest.mark.thorough
 def test_pages_of_a_refused_run(no_fit_dir):
     page = read_html(no_fit_dir)
     words = page.words
@@ -158,6 +159,7 @@ def test_pages_of_a_refused_run(no_fit_dir):
     assert r"no\_fit: the plan does not fit, so nothing was loaded" in text
 
 
+@pytest.mark.thorough
 def test_only_the_total_over_its_budget_is_marked(no_fit_dir):
     assert sum(a == ("tr", "class", "bad") for a in read_html(no_fit_dir).attributes) == 1
 
@@ -234,6 +236,7 @@ def test_traceback_is_folded(tmp_path):
     assert "Phase: load" in html
 
 
+@pytest.mark.thorough
 def test_out_folder_is_made_and_the_run_folder_left_alone(tmp_path):
     folder = write_run(no_fit_record(), tmp_path / "run")
     target = tmp_path / "a" / "b"

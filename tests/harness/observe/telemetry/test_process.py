@@ -138,6 +138,7 @@ def test_a_whole_run_has_telemetry(tmp_path):
     assert record.effective["warnings"] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("failure", "status"), [slow("crash", "failed"), ("sigkill", "killed"), slow("exit", "failed")]
 )
@@ -157,6 +158,7 @@ def test_a_timeout_leaves_no_sampler(tmp_path, monkeypatch):
     assert len(read_telemetry(tmp_path / "run")["clock_s"]) >= 2
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_no_sampler_and_its_rows(tmp_path):
     mark = tmp_path / "hanging"
 
@@ -188,6 +190,7 @@ run_point(config, folder / "run", command=fake_command(folder, script))
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_harness_leaves_no_sampler_and_a_readable_spool(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], cwd=ROOT)
     wait_until((tmp_path / "hanging").exists)

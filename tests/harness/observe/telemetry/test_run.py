@@ -42,6 +42,7 @@ def run(tmp_path, decode_s):
     return run_point(config, tmp_path / "run", command=real_time_command(tmp_path, script))
 
 
+@pytest.mark.thorough
 def test_a_card_in_trouble(tmp_path, stand_in):
     stand_in(bits=0x40 | 0x8, temperature=91, gen=3, pids=[1, 2], rx_kb_s=10**7)
     record = run(tmp_path, decode_s=0.07)  # 1.42 s, or longer on a machine under load
@@ -67,6 +68,7 @@ def test_a_card_in_trouble(tmp_path, stand_in):
     assert record.environment["cuda"]["driver"] == "13.0"
 
 
+@pytest.mark.thorough
 def test_a_healthy_card_with_absent_fields(tmp_path, stand_in, capsys):
     stand_in(energy_mj=None, rx_kb_s=None, pids=None)
     record = run(tmp_path, decode_s=0.01)

@@ -44,6 +44,7 @@ def sides(*more):
     return compose_sides(found.config.ab, found.overrides)
 
 
+@pytest.mark.thorough
 def test_both_sides_have_what_is_beside_them_and_their_own():
     a, b = sides("ab.b=[offload=uva,offload.uva.cpu_offload_gb=1]", "engine.max_num_seqs=3")
     assert (a.config.offload.backend, b.config.offload.backend) == ("none", "uva")
@@ -60,6 +61,7 @@ def test_both_sides_have_what_is_beside_them_and_their_own():
     ]
 
 
+@pytest.mark.thorough
 def test_a_side_s_own_choice_replaces_one_beside_it():
     a, b = sides("offload=prefetch", "ab.a=[offload=none]", "ab.b=[]")
     assert (a.config.offload.backend, b.config.offload.backend) == ("none", "prefetch")
@@ -70,6 +72,7 @@ def test_what_a_scripted_engine_pretends_is_no_work():
     assert (a.config.model.fake.decode_ms, b.config.model.fake.decode_ms) == ([5], [6])
 
 
+@pytest.mark.thorough_but("offload=uwa", "mode=plan")
 @pytest.mark.parametrize(
     ("own", "words"),
     [
@@ -102,6 +105,7 @@ def test_equal_overrides_are_refused():
         AbConfig(b=["x=1"], pairs=0)
 
 
+@pytest.mark.thorough
 def test_a_sweep_of_comparisons_is_refused():
     plan = Composer().plan([*LINE, "engine.max_num_seqs=1,2"], multirun=True)
     with pytest.raises(ConfigError, match="expected one comparison, got a sweep"):

@@ -283,6 +283,7 @@ def test_a_defect_of_the_harness_is_a_failed_trial(home, monkeypatch, capsys):
     assert "ZeroDivisionError: a defect" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_composed_is_a_failed_trial(tmp_path):
     runner = TrialRunner(Composer(), ["model=fake", "offload=prefetch"], request_of(*FEW).goal)
     outcome = runner.run(["offload.prefetch.offload_num_in_group=9"], _context(tmp_path))
@@ -297,6 +298,7 @@ def _context(tmp_path):
     return command._context(request_of(*FEW), "fake", tmp_path, 0)
 
 
+@pytest.mark.thorough_but("words0")
 @pytest.mark.parametrize(
     "words",
     [

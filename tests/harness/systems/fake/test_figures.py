@@ -37,6 +37,7 @@ def test_latency_of_requests_in_turn(tmp_path):
     assert result["reasons"] == []
 
 
+@pytest.mark.thorough_but("11", "64", "130")
 @pytest.mark.parametrize(
     ("num", "there"),
     [

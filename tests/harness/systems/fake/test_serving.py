@@ -119,6 +119,7 @@ def test_accounts_of_served_requests_balance(tmp_path):
     assert "were cancelled" in result["reasons"][0]
 
 
+@pytest.mark.thorough
 def test_the_highest_rate_that_keeps_the_slo_is_the_one_worked_out(tmp_path):
     """One place of 19 ms carries 52.6 a second; above it request k waits k x (19 ms - 1 / rate).
 
