@@ -406,9 +406,9 @@ class _Session:
 
     def _command(self) -> str:
         """Return the command that starts the same sweep."""
-        asked = self._hydra.overrides
-        others = [item for item in asked.hydra if not item.startswith("hydra.mode=")]
-        return shlex.join(["tightfit", "sweep", *asked.task, *others])
+        asked: Any = OmegaConf.to_container(self._hydra.overrides, resolve=False)
+        others = [item for item in asked["hydra"] if not item.startswith("hydra.mode=")]
+        return shlex.join(["tightfit", "sweep", *asked["task"], *others])
 
     def _records(self, sweep: SweepContext | None) -> list[tuple[Path, RunRecord]]:
         """Return folder and record of every point that ended, in order."""
