@@ -148,7 +148,7 @@ def test_an_incomplete_snapshot_is_not_used(hub: Hub, tmp_path: Path) -> None:
     [
         (
             ConnectionError("x"),
-            ["cannot be reached (ConnectionError)", "fetch m`", "model.path=FOLDER"],
+            ["cannot be reached (ConnectionError)", "fetch owner/name`", "model.path=FOLDER"],
         ),
         (errors.OfflineModeIsEnabled("x"), ["cannot be reached", "model.load_format=dummy"]),
         (_http_error(errors.HfHubHTTPError), ["cannot be reached (HfHubHTTPError)"]),
