@@ -17,8 +17,10 @@ from engine.errors import ConfigError, did_you_mean
 LATEST: Final = "latest"
 KEPT_IN: Final = ("runs", "searches")
 """Folders of TIGHTFIT_HOME that hold runs."""
-PAGES: Final = ("report.html", "sweep.html", "compare.html")
-"""Pages of a run, of a sweep and of a comparison."""
+PLAN: Final = "plan.csv"
+"""Table of a planned sweep, which is no run."""
+PAGES: Final = ("report.html", "sweep.html", "compare.html", "plan.png")
+"""Pages of a run, of a sweep and of a comparison, and the figure of a planned sweep."""
 _SHORT: Final = 6
 """Ids of runs that a refusal names."""
 
@@ -35,7 +37,8 @@ def find_run(word: str) -> Path:
     """
     runs, folders = tightfit_home() / "runs", _folders()
     if word == LATEST:
-        found = max(folders, key=_started, default=None)
+        ran = (folder for folder in folders if not (folder / PLAN).is_file())
+        found = max(ran, key=_started, default=None)
         if found is None:
             raise ConfigError(f"run: expected runs in {runs}, found none. Start one: tightfit run")
         return found

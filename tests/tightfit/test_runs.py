@@ -58,6 +58,18 @@ def test_a_search_is_found_by_its_name(home: Path) -> None:
     assert find_run("mine/3") == trial
 
 
+def test_a_plan_is_not_the_latest_run_and_can_be_opened(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure = home / "runs" / "20260303-101010-dddddd" / "plan.png"
+    figure.parent.mkdir()
+    figure.touch()
+    figure.with_suffix(".csv").touch()
+    assert find_run("latest") == home / "runs" / NEW
+    assert main(["open", "20260303"]) == 0
+    assert capsys.readouterr().out.strip() == str(figure)
+
+
 def test_without_runs_latest_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
