@@ -18,6 +18,15 @@ from server.lifecycle import EXIT_CONFIG, EXIT_USAGE
 ADDRESS = "console at "
 
 
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """Put back the handlers that the loop of a command within this process leaves behind."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @contextmanager
 def started(home: Path, *flags: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-P", "-m", "tightfit", "console", *flags]
