@@ -1,5 +1,7 @@
 """Twins of operators over quantised weights; kernels.arguments.Quantised says what they are."""
 
+import itertools
+
 import torch
 
 from kernels.arguments import QUANTISED_ROWS, QUANTISED_TILE, Joined, Quantised
@@ -8,13 +10,17 @@ from kernels.ref import linear as plain
 Weight = torch.Tensor | Quantised | Joined
 """What products take: a plain matrix, a quantised one, or several below each other."""
 
-_CHUNK_BYTES = 32 * 2**20
-"""Float32 weights that are restored at a time."""
+_CHUNK_BYTES = 2**20
+"""Float32 weights that are restored at a time: so many stay in a core's cache."""
+_CHUNK_IDS = 256
+"""Rows that are restored at a time where any are asked for, each with 15 others."""
 _COLUMNS = (2, 2, 2, 4, 2)
 """The columns of a tile: h, q, n, t and s, in the letters of Quantised."""
 _LETTERS = "ughqnts"
 _PLACES = torch.arange(1024).view(2, 8, *_COLUMNS)
 """The elements of a tile, by those of _LETTERS."""
+_FOUR = tuple(itertools.product((0, 1), (0, 1)))
+"""Values of q and n."""
 
 
 def pack(values_NK: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -53,56 +59,85 @@ def pack_groups(each_NG: torch.Tensor) -> torch.Tensor:
     return each_NG.reshape(-1, 2, 8, groups).permute(0, 3, 2, 1).reshape(-1, groups)
 
 
-def _values_of(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
-    """Return the values of some rows, uint8 [T, K]."""
-    block, g, u = ids_T // 16, ids_T % 8, ids_T % 16 // 8
-    tiles = -(-weight.num_columns // QUANTISED_TILE)
+def _values_of(weight: Quantised, blocks: slice | torch.Tensor) -> torch.Tensor:
+    """Return the values of some blocks of 16 rows, uint8 [16 * blocks, K].
 
-    def of_columns(each: torch.Tensor, at: torch.Tensor, step: int) -> torch.Tensor:
-        """Return bytes of a tile's columns, from where they are where u is 0, u steps further."""
-        places = at.to(ids_T.device) + u.view(-1, 1, 1) * step
-        return each.gather(2, places.expand(-1, tiles, -1))
+    Values of neighbouring columns, s, are moved together, in the low two bytes of a word.
+    """
+    bits, tiles = weight.bits, -(-weight.num_columns // QUANTISED_TILE)
 
-    h, q, n, t, s = torch.meshgrid(*map(torch.arange, _COLUMNS), indexing="ij")
-    if weight.bits == 8:
-        every = weight.values.view(-1, tiles, 2, 8, 64)[block, :, :, g].flatten(2)
-        values = of_columns(every, (64 * h + 16 * t + 4 * q + 2 * n + s).view(-1), 8)
+    def words(each: torch.Tensor, dtype: torch.dtype, letters: str) -> torch.Tensor:
+        """Return words with these letters as dimensions, in the order u, g, tiles, h, q, n, t."""
+        sizes = (_PLACES.shape[_LETTERS.index(letter)] for letter in letters)
+        found = each.view(dtype).view(-1, tiles, *sizes)[blocks]
+        order = [2 + letters.index(letter) for letter in _LETTERS if letter in letters]
+        order.insert(letters.count("u") + 1, 1)
+        return found.permute(0, *order).contiguous()
+
+    def pairs(word: torch.Tensor, shift: int, mask: int) -> torch.Tensor:
+        """Return the bits of two columns at `shift` and 16 further, in bytes."""
+        found = word >> shift
+        found &= mask << 16 | mask
+        found |= found >> 8
+        return found.to(torch.int16)
+
+    if bits == 8:
+        values = words(weight.values, torch.int16, "hgtuqn")
     else:
-        every = weight.values.view(-1, tiles, 8, 64)[block, :, g]
-        every = torch.cat([every & 15, every >> 4], 2)
-        values = of_columns(every, (64 * n + 16 * t + 8 * h + 2 * s + q).view(-1), 4)
-    if weight.high is not None:
-        every = weight.high.view(-1, tiles, 8, 16 * (weight.bits - 4))[block, :, g]
-        if weight.bits == 5:
-            found = of_columns(every, (4 * t + 2 * s + h).view(-1), 0)
-            shift = (2 * q + n).view(-1).to(ids_T.device) + u.view(-1, 1, 1) * 4
-        else:
-            found = of_columns(every, (8 * t + 4 * h + 2 * s).view(-1), 1)
-            shift = (4 * q + 2 * n).view(-1).to(ids_T.device)
-        values |= (found >> shift.to(torch.uint8) & 2 ** (weight.bits - 4) - 1) << 4
-    return values.view(len(ids_T), -1)[:, : weight.num_columns]
+        low = words(weight.values, torch.int32, "gthu")
+        values = torch.empty((*low.shape[:5], 2, 2, 4), dtype=torch.int16, device=low.device)
+        for q, n in _FOUR:
+            values[..., q, n, :] = pairs(low, 8 * q + 4 * n, 15)
+    if weight.high is not None and bits == 6:
+        high = words(weight.high, torch.int32, "gth")
+        for u, (q, n) in itertools.product((0, 1), _FOUR):
+            values[:, u, ..., q, n, :] |= pairs(high, 8 * u + 4 * q + 2 * n, 3) << 4
+    elif weight.high is not None:
+        high = words(weight.high, torch.int32, "gt")
+        for u, h, (q, n) in itertools.product((0, 1), (0, 1), _FOUR):
+            values[:, u, :, :, h, q, n] |= pairs(high, 8 * h + 4 * u + 2 * q + n, 1) << 4
+    found = values.view(torch.uint8).view(-1, tiles * QUANTISED_TILE)
+    return found[:, : weight.num_columns]
 
 
-def _of_rows(each: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
-    """Return what belongs to the groups of some rows, [T, G]."""
-    every = each.view(-1, each.shape[1], 8, 2)
-    return every[ids_T // 16, :, ids_T % 8, ids_T % 16 // 8]
+def _of_groups(each: torch.Tensor, blocks: slice | torch.Tensor) -> torch.Tensor:
+    """Return what belongs to the groups of some blocks of 16 rows, float32 [16 * blocks, G]."""
+    found = each.view(-1, each.shape[1], 8, 2)[blocks].permute(0, 3, 2, 1)
+    return found.reshape(-1, each.shape[1]).float()
 
 
-def _spread(each: torch.Tensor, size: int, num_columns: int) -> torch.Tensor:
-    """Return what belongs to groups of so many columns, for every column, float32."""
-    if each.shape[1] == 1:
-        return each.float()
-    return each.float().repeat_interleave(size, 1)[:, :num_columns]
+def _spread(each: torch.Tensor, size: int, count: int) -> torch.Tensor:
+    """Return what belongs to groups of so many columns, once for each of `count` columns."""
+    return each.repeat_interleave(size, 1)[:, :count]
 
 
-def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
-    """Twin of kernels.ops.quantised.rows."""
+def _grouped(
+    found: torch.Tensor, each: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix and what belongs to its groups as two that can be multiplied."""
+    rows, num_columns = found.shape
+    if num_columns % size:
+        each, size = _spread(each, size, num_columns), 1
+    return found.view(rows, -1, size), each.unsqueeze(-1)
 
-    def spread(each: torch.Tensor, size: int) -> torch.Tensor:
-        return _spread(_of_rows(each, ids_T), size, weight.num_columns)
 
-    values = _values_of(weight, ids_T)
+def _restored(weight: Quantised, blocks: slice | torch.Tensor) -> torch.Tensor:
+    """Return some blocks of 16 rows, float32 [16 * blocks, K]."""
+    num_columns, values = weight.num_columns, _values_of(weight, blocks)
+
+    def scales(each: torch.Tensor, of_subgroups: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+        """Multiply what belongs to groups with what belongs to subgroups; return its groups too."""
+        found, size, subsize = _of_groups(each, blocks), weight.group, weight.subgroup
+        if each.dtype == torch.uint8:
+            found = torch.ldexp(torch.ones_like(found), found.int() - 127)
+        if of_subgroups is None:
+            return found, size
+        others = _of_groups(of_subgroups, blocks)
+        if size % subsize:
+            both = _spread(found, size, num_columns), _spread(others, subsize, num_columns)
+            return both[0] * both[1], 1
+        return _spread(found, size // subsize, others.shape[1]) * others, subsize
+
     if weight.kind == "table4":
         assert weight.table is not None
         found = weight.table[values.int()]
@@ -111,21 +146,29 @@ def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
     else:
         found = values.float()
         if weight.zero is not None:
-            found -= spread(weight.zero, weight.group)
+            view, zero = _grouped(found, _of_groups(weight.zero, blocks), weight.group)
+            view -= zero
         elif weight.offset:
             found -= weight.offset
-    scale = spread(weight.scale, weight.group)
-    if weight.scale.dtype == torch.uint8:
-        scale = torch.ldexp(torch.ones_like(scale), scale.int() - 127)
-    if weight.subscale is not None:
-        scale = scale * spread(weight.subscale, weight.subgroup)
-    found *= scale
+    view, scale = _grouped(found, *scales(weight.scale, weight.subscale))
+    view *= scale
     if weight.low is not None:
-        low = spread(weight.low, weight.group)
-        if weight.sublow is not None:
-            low = low * spread(weight.sublow, weight.subgroup)
-        found -= low
-    return found.to(weight.dtype)
+        view, low = _grouped(found, *scales(weight.low, weight.sublow))
+        view -= low
+    return found
+
+
+def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
+    """Twin of kernels.ops.quantised.rows."""
+    out = torch.empty(
+        (len(ids_T), weight.num_columns), dtype=weight.dtype, device=weight.values.device
+    )
+    for at in range(0, len(ids_T), _CHUNK_IDS):
+        ids = ids_T[at : at + _CHUNK_IDS]
+        blocks, place = torch.unique(ids // QUANTISED_ROWS, return_inverse=True)
+        every = _restored(weight, blocks).view(-1, QUANTISED_ROWS, weight.num_columns)
+        out[at : at + _CHUNK_IDS] = every[place, ids % QUANTISED_ROWS]
+    return out
 
 
 def restore(weight: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -133,10 +176,10 @@ def restore(weight: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
     num_rows, num_columns = weight.shape
     if out is None:
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.values.device)
-    step = max(1, _CHUNK_BYTES // (4 * num_columns))
-    for row in range(0, num_rows, step):
-        ids = torch.arange(row, min(num_rows, row + step), device=out.device)
-        out[row : row + step] = rows(weight, ids)
+    step = max(1, _CHUNK_BYTES // (4 * QUANTISED_ROWS * num_columns))
+    for block in range(0, -(-num_rows // QUANTISED_ROWS), step):
+        part = out[block * QUANTISED_ROWS : (block + step) * QUANTISED_ROWS]
+        part.copy_(_restored(weight, slice(block, block + step))[: len(part)])
     return out
 
 
