@@ -177,7 +177,7 @@ REQUEST_COLUMNS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "sent_s": ("float", "when it was handed to the engine (serve)"),
         "is_ramp_up": ("bool", "it arrived in the ramp and is not counted (serve)"),
         "is_cancelled": ("bool", "the harness took it back, or never sent it"),
-        "finish_reason": ("text", "length or stop; null where it did not end by itself"),
+        "finish_reason": ("text", "length or stop; null if it was cancelled or failed"),
         "error": ("text", "why it failed or was cancelled"),
         "token_times_s": ("floats", "when each output token was on the host"),
     }
