@@ -10,11 +10,19 @@ from kernels.arguments import Codes, Escapes, TooManyEscapesError, empty_codes
 from kernels.ref import linear as plain
 from kernels.sizes import pack_chunk_rows
 
-_SIGN_MANTISSA = -0x8000 | 0x7F
-"""Bits 15 and 6 to 0, as int16."""
+_BOTH = 0x10001
+"""Puts the same into both halves of a word of 32 bits."""
+_SIGN_MANTISSA_BOTH = 0x807F807F - 2**32
+"""Bits 15 and 6 to 0 of both halves, as int32."""
+_UPPER_BYTES, _LOWER_BYTES = 0xFF00FF00 - 2**32, 0x00FF00FF
+"""Of each half, as int32."""
 _OTHER = 0x7F80
 """The bits of 16 that hold the other register's sign and mantissa, its bytes swapped."""
 _ESCAPE = 15
+_CHUNK_WEIGHTS = 2**18
+"""Weights that are restored at a time: so many stay in a core's cache."""
+_CHUNK_IDS = 256
+"""Rows that are restored at a time where any are asked for, each with 15 others."""
 
 
 def pack(weight: torch.Tensor) -> Codes:
@@ -105,27 +113,54 @@ def restore(codes: Codes, out: torch.Tensor | None = None) -> torch.Tensor:
     num_rows, num_columns = codes.shape
     if out is None:
         out = codes.bytes.new_empty(codes.shape, dtype=torch.bfloat16)
-    step = pack_chunk_rows(num_columns)
-    for row in range(0, num_rows, step):
-        ids = torch.arange(row, min(num_rows, row + step), device=out.device)
-        out[row : row + step] = _rows(codes, ids)
+    step = max(1, _CHUNK_WEIGHTS // (16 * num_columns))
+    for group in range(0, num_rows // 16, step):
+        out[16 * group : 16 * (group + step)] = _groups(codes, slice(group, group + step))
     return out
+
+
+def _groups(codes: Codes, groups: slice | torch.Tensor) -> torch.Tensor:
+    """Return some groups of 16 rows in bfloat16, [16 * groups, K].
+
+    Weights of neighbouring columns, s, are the halves of a word of 32 bits.
+    """
+    halves = _halves(codes).view(torch.int32)[groups].squeeze(-1)
+    halves = halves.permute(0, 3, 1, 2, 5, 6, 4).contiguous()  # [G, g, tile, h, j, p, t]
+    nibbles = _nibbles(codes).flatten(-2).view(torch.int32)[groups].squeeze(-1)
+    nibbles = nibbles.permute(0, 2, 1, 4, 5, 3).contiguous()  # [G, g, tile, h, j, t]
+    first = codes.first.view(-1, 2, 8, 1, 1, 1, 1)[groups].to(torch.int32) * _BOTH
+    shape = len(halves), 2, *halves.shape[1:]
+    bits = torch.empty(shape, dtype=torch.int32, device=halves.device)
+    is_escape = torch.empty((*shape, 2), dtype=torch.bool, device=halves.device)
+    for second in (0, 1):
+        kept = halves
+        if second:
+            kept = (halves << 8 & _UPPER_BYTES) | (halves >> 8 & _LOWER_BYTES)
+        kept = kept & _SIGN_MANTISSA_BOTH
+        for p in (0, 1):
+            code = nibbles >> 8 * p + 4 * second & _ESCAPE * _BOTH
+            is_escape[:, second, ..., p, :, :] = (
+                code.view(torch.int16).view(*code.shape, 2) == _ESCAPE
+            )
+            code += first[:, second]
+            code <<= 7
+            bits[:, second, ..., p, :] = kept[..., p, :] | code
+    found, size = bits.view(torch.int16).view(-1), 16 * codes.shape[1]
+    at = is_escape.view(-1).nonzero().view(-1)
+    numbers = found[at] >> 8 & 0x80 | found[at] & 0x7F
+    found[at] = codes.table[codes.offsets[groups][at // size] + numbers]
+    return found.view(torch.bfloat16).view(-1, codes.shape[1])
 
 
 def _rows(codes: Codes, ids_T: torch.Tensor) -> torch.Tensor:
     """Return rows in bfloat16, [T, K]."""
-    group, g, is_second = ids_T // 16, ids_T % 8, (ids_T & 8 > 0).unsqueeze(1)
-    shape = ids_T.shape[0], codes.shape[1]
-    halves = _halves(codes)[group, :, :, g].permute(0, 1, 2, 4, 5, 3, 6).reshape(shape)
-    kept = torch.where(is_second, _swapped(halves), halves) & _SIGN_MANTISSA
-    nibbles = _nibbles(codes)[group, :, g].permute(0, 1, 3, 4, 6, 2, 5).reshape(shape)
-    code = torch.where(is_second, nibbles >> 4, nibbles & 15)
-    bits = kept | (code + codes.first[ids_T].unsqueeze(1).to(torch.int16)) << 7
-    at = (code == _ESCAPE).view(-1).nonzero().view(-1)
-    escaped = kept.view(-1)[at]
-    numbers = escaped >> 8 & 0x80 | escaped & 0x7F
-    bits.view(-1)[at] = codes.table[codes.offsets[group[at // shape[1]]] + numbers]
-    return bits.view(torch.bfloat16)
+    out = codes.bytes.new_empty((len(ids_T), codes.shape[1]), dtype=torch.bfloat16)
+    for at in range(0, len(ids_T), _CHUNK_IDS):
+        ids = ids_T[at : at + _CHUNK_IDS]
+        groups, place = torch.unique(ids // 16, return_inverse=True)
+        every = _groups(codes, groups).view(-1, 16, codes.shape[1])
+        out[at : at + _CHUNK_IDS] = every[place, ids % 16]
+    return out
 
 
 def linear(x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None) -> torch.Tensor:
