@@ -43,6 +43,7 @@ from harness.studies.search_request import (
     overrides_of,
     parse_request,
 )
+from reports.record.judging import ONE_RUN_EACH
 from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
 from reports.record.text import number
 
@@ -476,24 +477,25 @@ def _conclude(
         warnings, _ = finish_sweep(
             first.tracking,
             _context(request, first.model.name, folder, 0),
-            records,
+            list(records.values()),
             interrupted=ended == "interrupted",
             is_ok=best is not None,
+            trials=list(records),
         )
         for text in warnings:
             say(f"warning: {text}")
     failed = sum(trial.value is None for trial in trials)
     lines = ["", f"search {request.name}: {len(trials)} trials, {failed} failed ({ended})"]
     lines += found or ["  no trial has a value that keeps the constraints"]
-    lines.append(f"  all trials  {folder / TABLE_NAME}")
+    lines.append(f"  all trials     {folder / TABLE_NAME}")
     show(lines)
     return best is not None
 
 
-def _records(trials: Sequence[Any], folder: Path) -> list[RunRecord]:
-    """Return the records of all trials that were built, also by processes before."""
-    paths = (folder / str(trial.number) / RESULT_NAME for trial in trials)
-    return [RunRecord.read(path) for path in paths if path.is_file()]
+def _records(trials: Sequence[Any], folder: Path) -> dict[int, RunRecord]:
+    """Return number -> record of all trials that were built, also by processes before."""
+    paths = {trial.number: folder / str(trial.number) / RESULT_NAME for trial in trials}
+    return {number: RunRecord.read(path) for number, path in paths.items() if path.is_file()}
 
 
 def _best_lines(request: SearchRequest, runner: TrialRunner, folder: Path, best: Any) -> list[str]:
@@ -503,9 +505,10 @@ def _best_lines(request: SearchRequest, runner: TrialRunner, folder: Path, best:
     command = write_best(folder, spelled, config, why=why, config_dir=request.config_dir)
     settings = " ".join(overrides_of(best.params))
     return [
-        f"  best        trial {best.number}: {goal.metric} {number(best.value)} with {settings}",
-        f"  its run     {facts_of(best)['folder']}",
-        f"  again       {command}",
+        f"  best measured  trial {best.number}: {goal.metric} {number(best.value)} with {settings}",
+        f"                 {ONE_RUN_EACH}",
+        f"  its run        {facts_of(best)['folder']}",
+        f"  again          {command}",
     ]
 
 

@@ -289,10 +289,18 @@ def comparable_metrics(runs: Sequence[Run]) -> list[Metric]:
 
 def differing_settings(records: Sequence[RunRecord]) -> dict[str, list[str | None]]:
     """Return the settings that are not equal in all records: key -> value in each, None: absent."""
-    flat = [{key: leaf(value) for key, value in flatten(record.config)} for record in records]
+    flat = [_flat(record) for record in records]
     keys = dict.fromkeys(key for config in flat for key in config)
     values = {key: [config.get(key) for config in flat] for key in keys}
     return {key: found for key, found in values.items() if len(set(found)) > 1}
+
+
+def _flat(record: RunRecord) -> dict[str, str | None]:
+    """Return every setting as text, the offload under the name that was typed."""
+    found: dict[str, str | None] = {"offload": facts.offload_name(record)}
+    found |= {key: leaf(value) for key, value in flatten(record.config)}
+    found.pop("offload.offload_backend", None)  # auto where offload=none
+    return found
 
 
 def is_idle(setting: str) -> bool:

@@ -60,6 +60,20 @@ def _harness(*first: str) -> Callable[[list[str]], int]:
     return carry_out
 
 
+def _composed(name: str, *first: str) -> Callable[[list[str]], int]:
+    """Return what runs the harness with words of a command before those that are typed."""
+
+    def carry_out(arguments: list[str]) -> int:
+        if not {"-h", "--help"} & {*arguments} or len(arguments) > 1:
+            return _harness(*first)(arguments)
+        from harness.config.cli_args import command_text  # noqa: PLC0415  when it runs
+
+        sys.stdout.write(command_text(name))
+        return EXIT_OK
+
+    return carry_out
+
+
 def _search(arguments: list[str]) -> int:
     from harness.search import main  # noqa: PLC0415  when it runs
 
@@ -196,12 +210,19 @@ def _help_lines() -> Iterator[str]:
 
 COMMANDS: Final = (
     Command("run", "[SETTINGS]", "run one point and record what was measured", _harness()),
-    Command("plan", "[SETTINGS]", "say what fits and how fast it will be", _harness("mode=plan")),
     Command(
-        "sweep", "[SETTINGS]", "run every combination of values given with commas", _harness("-m")
+        "plan",
+        "[SETTINGS]",
+        "say what fits and how fast it will be",
+        _composed("plan", "mode=plan"),
     ),
     Command(
-        "ab", "[SETTINGS]", "run two settings in turns and compare them", _harness("scenario=ab")
+        *("sweep", "[SETTINGS]", "run every combination of values given with commas"),
+        _composed("sweep", "-m"),
+    ),
+    Command(
+        *("ab", "[SETTINGS]", "run two settings in turns and compare them"),
+        _composed("ab", "scenario=ab"),
     ),
     Command("serve", "MODEL [FLAGS]", "answer OpenAI's clients over HTTP", _serve),
     Command("service", "VERB ...", "run a server and the console as services of systemd", _service),

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
+from catalogue.files import read_json
 from catalogue.processes import module_command, python_path
 from console.page.texts import UNKNOWN
-from reports.pages.index import COLUMNS, RUNS, run_row
-from reports.pages.write import REPORT_NAME
+from reports.pages.index import COLUMNS, RUNS, SEARCHES, run_row
+from reports.pages.sweep import SEARCH_NAME
+from reports.pages.write import REPORT_NAME, SWEEP_NAME
 from reports.record.folders import Point
 from reports.record.record import RESULT_NAME, STATE_NAME, RecordError, RunRecord
 from reports.record.text import ABSENT
@@ -156,9 +158,26 @@ def _point(folder: Path) -> Point:
         return Point(folder=folder, record=None, problem=problem)
 
 
-def file_address(run_id: str, name: str) -> str:
-    """Return the address of a file of a run."""
-    return f"/runs/files/{quote(run_id.replace(SEPARATOR, '/'))}/{quote(name)}"
+def file_address(run_id: str, name: str, kind: str = RUNS) -> str:
+    """Return the address of a file of a run, or of a search."""
+    return f"/{kind}/files/{quote(run_id.replace(SEPARATOR, '/'))}/{quote(name)}"
+
+
+def searches(root: Path) -> list[dict[str, Any]]:
+    """Return what the table shows of the newest searches below a folder: name, goal, report."""
+    names = [path.parent for path in root.glob(f"*/{SEARCH_NAME}")]
+    newest = sorted(names, key=lambda folder: folder.stat().st_mtime, reverse=True)
+    return [
+        {
+            "name": folder.name,
+            "goal": read_json(folder / SEARCH_NAME).get("objective", UNKNOWN),
+            "trials": sum((each / RESULT_NAME).is_file() for each in folder.iterdir()),
+            "address": file_address(folder.name, SWEEP_NAME, SEARCHES)
+            if (folder / SWEEP_NAME).is_file()
+            else None,
+        }
+        for folder in newest[:PAGE]
+    ]
 
 
 def columns() -> list[str]:

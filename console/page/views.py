@@ -20,6 +20,7 @@ from console import stream
 from console.page import models, now, runs, tests, texts
 from console.page.charts import RANGES
 from console.page.sources import Sources
+from reports.pages.index import SEARCHES
 from reports.pages.write import REPORT_NAME, SWEEP_NAME
 
 FOLDER: Final = Path(__file__).parent
@@ -77,6 +78,7 @@ class Pages:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._runs = runs.Runs(sources.home)
+        self._searches = sources.home / SEARCHES
         self._templates = Environment(
             loader=FileSystemLoader(FOLDER / "templates"),
             autoescape=True,
@@ -102,6 +104,7 @@ class Pages:
             "/runs": self.runs,
             "/runs/compare": self.compare,
             "/runs/files/{path:path}": self.run_file,
+            "/searches/files/{path:path}": self.search_file,
             "/logs": self.logs,
             "/chat": self.chat,
             "/settings": self.settings,
@@ -318,6 +321,7 @@ class Pages:
             home=str(self._runs.root),
             q=q,
             rows=found.rows,
+            searches=runs.searches(self._searches) if not (q or start) else [],
             columns=runs.columns(),
             page=self._pager("/runs", q, found.start, runs.PAGE, found.total),
             problem=problem,
@@ -342,9 +346,17 @@ class Pages:
         )
 
     def run_file(self, path: str) -> Response:
-        """A file of a run: strictly inside the folder of runs, once every link is resolved."""
-        file = (self._runs.root / path).resolve()
-        is_inside = file.is_relative_to(self._runs.root.resolve())
+        """A file of a run."""
+        return self._file(self._runs.root, path)
+
+    def search_file(self, path: str) -> Response:
+        """A file of a search."""
+        return self._file(self._searches, path)
+
+    def _file(self, root: Path, path: str) -> Response:
+        """A file that is shown: strictly inside a folder, once every link is resolved."""
+        file = (root / path).resolve()
+        is_inside = file.is_relative_to(root.resolve())
         if not is_inside or file.suffix not in REPORT_TYPES or not file.is_file():
             return self.missing(
                 "No such file", "Runs have reports, tables and logs; this is none of them."

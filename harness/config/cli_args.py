@@ -94,13 +94,40 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 _USAGE: Final = """\
-usage: tightfit run|plan|sweep|ab [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
+usage: tightfit run [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
 
 Composes one configuration, builds the engine from it, runs the scenario in a process of its own
-and records what was measured. `plan` is mode=plan, `ab` is scenario=ab, and `sweep` is -m, which
-runs every combination of several values, one after another.
+and records what was measured. `tightfit plan` is mode=plan, `ab` is scenario=ab, and `sweep` is -m;
+their settings and options are the same.
 model=x, +model=x and ++model=x are the same; of one key given twice, the later one holds.
 """
+COMMANDS: Final = {
+    "plan": (
+        "Says what fits and how fast it will be, without a run or a download. The card need not be "
+        "in this machine.",
+        ("plan", "planner"),
+        (
+            ("+model=olmo7b gpu=rtx4080_16gb", "what fits on that card, and the best fix"),
+            ("+model=olmo7b gpu.memory_gib=16 plan.verbose=true", "with all details"),
+            ("-m +model=olmo7b gpu=rtx4080_16gb engine.max_model_len=2048,8192", "several plans"),
+        ),
+    ),
+    "sweep": (
+        "Runs every combination of the values given with commas, one after another. The same "
+        "command goes on where it stopped: points that are ok are taken over.",
+        ("rerun", "fail_fast", "monotone_stop", "timeout_s", "silence_s"),
+        (
+            ("offload=none,uva,prefetch gpu=rtx4080_16gb,rtx4090_24gb", "6 points"),
+            ("+model=olmo7b 'offload.uva.cpu_offload_gb=range(4,12,2)'", "4 points"),
+        ),
+    ),
+    "ab": (
+        "Runs two settings, a and b, in turns, and says by how much they differ, with intervals.",
+        ("ab",),
+        (("+model=olmo7b 'ab.a=[offload=uva]' 'ab.b=[offload=prefetch]'", "two backends"),),
+    ),
+}
+"""Command -> what it does, keys of its own, and settings of examples with what they are for."""
 _WIDTH: Final = 100
 _EXAMPLES: Final = """\
 examples:
@@ -214,6 +241,19 @@ def help_text(config_dir: Path | None = None) -> str:
         _EXAMPLES,
         _CODES.rstrip(),
     ]
+    return "\n".join(lines) + "\n"
+
+
+def command_text(name: str) -> str:
+    """Return the help of a command of COMMANDS; the rest is that of `run`."""
+    words, keys, examples = COMMANDS[name]
+    lines = [f"usage: tightfit {name} [OPTION ...] [GROUP=FILE | KEY=VALUE ...]", ""]
+    lines += [*textwrap.wrap(words, _WIDTH), ""]
+    lines.append(keys_text(keys))
+    lines.append("examples:")
+    for settings_of, purpose in examples:
+        lines += [f"  tightfit {name} {settings_of}", f"      {purpose}"]
+    lines += ["", "`tightfit help run` lists options, files and all keys.", "", _CODES.rstrip()]
     return "\n".join(lines) + "\n"
 
 

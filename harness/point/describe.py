@@ -82,6 +82,7 @@ def flat_params(config: RunConfig, overrides: Sequence[str] = ()) -> dict[str, A
         params["model.quantize"] = config.model.quantize
     every = {key: value for key, value in flatten(config.to_dict()) if value != {}}
     shown = {key: value for key, value in every.items() if key.startswith(_SHOWN)}
+    del shown["offload.offload_backend"]  # auto where offload=none, which "offload" says
     params |= {k: v for k, v in shown.items() if v is not None or k.split(".")[-1] not in _IF_SET}
     typed = {key_of(item) for item in overrides}
     return params | {key: every[key] for key in sorted(typed & every.keys()) if key not in params}

@@ -700,6 +700,9 @@ class _Point:
         The tracker comes last: what it is handed is the record that stays. Only where it fails
         then is the record written once more.
         """
+        experiment_id = tracker.experiment_id()
+        if experiment_id is not None:
+            findings.effective["mlflow_experiment_id"] = experiment_id
         record = self._record(findings)
         try:
             record.write(self._run_dir / RESULT_NAME)

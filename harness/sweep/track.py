@@ -60,11 +60,21 @@ def _table(
     return columns(lines, left={1, 2, len(header)})
 
 
-def _rows(records: Sequence[RunRecord], names: Sequence[str]) -> list[list[str]]:
-    """Return header and cells of the table of the points."""
+def _rows(
+    records: Sequence[RunRecord], names: Sequence[str], trials: Sequence[int] = ()
+) -> list[list[str]]:
+    """Return header and cells of the table of the points, by the numbers of a search's trials."""
     metrics = found("sweep", [record.metrics for record in records])
-    rows = [["point", "choices", "status", *(metric.heading for metric in metrics)]]
-    for index, (record, name) in enumerate(zip(records, names, strict=True)):
+    rows = [
+        [
+            "trial" if trials else "point",
+            "choices",
+            "status",
+            *(metric.heading for metric in metrics),
+        ]
+    ]
+    numbers = trials or range(len(records))
+    for index, record, name in zip(numbers, records, names, strict=True):
         values = [(metric.name, record.metrics.get(metric.name)) for metric in metrics]
         cells = ["-" if value is None else metric_number(key, value) for key, value in values]
         rows.append([str(index), name, status_text(record), *cells])
@@ -89,12 +99,15 @@ def _best(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
         yield f"  For intervals: {remedies}"
 
 
-def _reasons(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
+def _reasons(
+    records: Sequence[RunRecord], names: Sequence[str], trials: Sequence[int] = ()
+) -> Iterator[str]:
     """Why points have no figures, or figures that do not count."""
-    for index, (record, name) in enumerate(zip(records, names, strict=True)):
+    word, numbers = ("trial", trials) if trials else ("point", range(len(records)))
+    for index, record, name in zip(numbers, records, names, strict=True):
         message = str((record.error or {}).get("message", "")).strip()
         for text in filter(None, [message.split("\n")[0], *record.reasons[:1]]):
-            yield f"  point {index}, {name}: {status_text(record)}: {text}"
+            yield f"  {word} {index}, {name}: {status_text(record)}: {text}"
 
 
 def _rest(records: Sequence[RunRecord], total: int) -> Iterator[str]:
@@ -140,11 +153,12 @@ def finish_sweep(
     *,
     interrupted: bool = False,
     is_ok: bool | None = None,
+    trials: Sequence[int] = (),
 ) -> tuple[list[str], str | None]:
     """Make the sweep's report and end its run in the tracker.
 
-    `is_ok` says whether it found what it was for; None: no point may have failed. Returns warnings,
-    and the command that shows the sweep.
+    `is_ok` says whether it found what it was for; None: no point may have failed. `trials` are the
+    numbers of a search's records. Returns warnings, and the command that shows the sweep.
     """
     counts = Counter(record.status for record in records)
     status = "ok" if (set(counts) <= ANSWERS if is_ok is None else is_ok) else "failed"
@@ -156,18 +170,20 @@ def finish_sweep(
     except OSError as error:
         warnings.append(f"{FAILURES_NAME}: not written: {error}.")
     tracker = open_tracker(tracking, tightfit_home())
-    note = sweep_note(records, sweep) if records else ""
+    note = sweep_note(records, sweep, trials) if records else ""
     tracker.finish_sweep(SweepFacts(context=sweep, status=status, counts=dict(counts), note=note))
     return warnings + tracker.warnings, tracker.view_command(sweep.sweep_id)
 
 
-def sweep_note(records: Sequence[RunRecord], sweep: SweepContext) -> str:
+def sweep_note(
+    records: Sequence[RunRecord], sweep: SweepContext, trials: Sequence[int] = ()
+) -> str:
     """Return the description of a sweep in Markdown: table, best point, how to read it."""
     names = point_names(records)
-    header, *rows = _rows(records, names)
+    header, *rows = _rows(records, names, trials)
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    texts = [text.strip() for text in (*_best(records, names), *_reasons(records, names))]
+    texts = [text.strip() for text in (*_best(records, names), *_reasons(records, names, trials))]
     lines += ["", *(f"- {text}" for text in texts), "", READING_A_SWEEP]
     return "\n".join([f"**{sweep.title or sweep.sweep_id}**", "", *lines])
 

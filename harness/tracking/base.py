@@ -77,6 +77,10 @@ class Tracker:
         del sweep_id
         return None
 
+    def experiment_id(self) -> str | None:
+        """Return the number under which the tracker keeps the runs; None without one."""
+        return None
+
 
 class GuardedTracker:
     """Runs a tracker in a thread of its own; what fails or hangs becomes a warning.
@@ -128,6 +132,10 @@ class GuardedTracker:
         """See Tracker; None when the tracker does not work."""
         is_usable = not (self._is_broken.is_set() or self._is_stuck)
         return self._tracker.view_command(sweep_id) if is_usable else None
+
+    def experiment_id(self) -> str | None:
+        """See Tracker; None where it could not be opened."""
+        return None if self._is_broken.is_set() else self._tracker.experiment_id()
 
     def _call(self, name: str, call: Callable[[], None], *, wait_s: float | None = None) -> None:
         if self._is_stuck or self._is_broken.is_set():

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import quote, unquote, urlencode, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock
 
@@ -24,6 +24,7 @@ from harness.config.schema import SweepContext, TrackingConfig
 from harness.observe.host import start_ticks
 from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts, Tracker
 from harness.work.kv import kv_series
+from reports.record.links import LOCAL, SWEEPS, experiment_page, runs_search
 from reports.record.metrics import Place, shown
 from reports.record.record import RunRecord
 
@@ -74,8 +75,6 @@ DATABASE_NAME: Final = "mlflow.db"
 _FINAL_STATUS: Final = {"ok": "FINISHED", "partial": "FINISHED", "killed": "KILLED"}
 """Status of a record or a sweep -> MLflow's; the others are FAILED."""
 _NOTE: Final = "mlflow.note.content"
-_SWEEPS: Final = "harness.sweep_ids"
-"""Tag of a point: the sweeps that it is of, those that took it over too."""
 _KIND: Final = "mlflow.experimentKind"
 """Tag by which MLflow shows runs, not traces, first."""
 READING: Final = (
@@ -209,7 +208,7 @@ class MlflowTracker(Tracker):
             with self._only_one():
                 parent = self._sweep_run(point.sweep, point.tags)
             sweep_id = point.sweep.sweep_id
-            tags |= {"harness.sweep_id": sweep_id, _SWEEPS: sweep_id, "mlflow.parentRunId": parent}
+            tags |= {"harness.sweep_id": sweep_id, SWEEPS: sweep_id, "mlflow.parentRunId": parent}
         client = self._open_client()
         run = client.create_run(self._experiment_id, tags=tags, run_name=point.name)
         self._run_id = run.info.run_id
@@ -264,8 +263,8 @@ class MlflowTracker(Tracker):
         with self._only_one():
             self._sweep_run(point.sweep, point.tags)
         tags, run_id = found[0].data.tags, found[0].info.run_id
-        before = tags.get(_SWEEPS, tags.get("harness.sweep_id", ""))
-        client.set_tag(run_id, _SWEEPS, f"{before} {point.sweep.sweep_id}".strip())
+        before = tags.get(SWEEPS, tags.get("harness.sweep_id", ""))
+        client.set_tag(run_id, SWEEPS, f"{before} {point.sweep.sweep_id}".strip())
 
     def finish_sweep(self, sweep: SweepFacts) -> None:
         """Log the sweep's files and end its run."""
@@ -293,12 +292,18 @@ class MlflowTracker(Tracker):
 
     def view_command(self, sweep_id: str | None = None) -> str:
         """Return the command that opens the UI, and the page of these runs in it."""
-        number = self._experiment_id or None
+        number = self.experiment_id()
+        search = "" if sweep_id is None else runs_search(SWEEPS, sweep_id)
         if self._uri.startswith(("http://", "https://")):
-            return f"open {experiment_page(self._uri.rstrip('/'), number, sweep_id)}"
+            return f"open {experiment_page(self._uri, number, search, is_chart=bool(search))}"
         own = self._uri == store_uri(TrackingConfig(), self._home)
         command = "tightfit ui" + ("" if own else f" --store {shlex.quote(self._uri)}")
-        return f"{command}    # then {experiment_page('http://127.0.0.1:5000', number, sweep_id)}"
+        page = experiment_page(LOCAL, number, search, is_chart=bool(search))
+        return f"{command}    # then {page}"
+
+    def experiment_id(self) -> str | None:
+        """Return MLflow's number of the experiment."""
+        return self._experiment_id or None
 
     def _open_client(self) -> "MlflowClient":
         if self._client is None:
@@ -323,7 +328,7 @@ class MlflowTracker(Tracker):
             return str(found[0].info.run_id)
         shared = {key: tags[key] for key in ("git.sha", "git.dirty", "model") if key in tags}
         own = {**shared, **_own_tags(), "harness.kind": "sweep", "harness.sweep_id": sweep_id}
-        own[_SWEEPS] = sweep_id
+        own[SWEEPS] = sweep_id
         name = sweep.title or f"sweep {sweep_id}"
         run = client.create_run(self._experiment_id, tags=own, run_name=name)
         return str(run.info.run_id)
@@ -393,21 +398,6 @@ class MlflowTracker(Tracker):
 def store_uri(config: TrackingConfig, home: Path) -> str:
     """Return the address of the store: the one that is set, else the database in the home."""
     return config.uri or f"sqlite:///{home / DATABASE_NAME}"
-
-
-def experiment_page(base: str, experiment_id: str | None, sweep_id: str | None = None) -> str:
-    """Return the address of an experiment's runs in the UI; of a sweep its points, as charts.
-
-    MLflow opens on its pages for traces unless the address says otherwise.
-    """
-    query = {"workflowType": "machine_learning"}
-    if sweep_id is not None:
-        query["compareRunsMode"] = "CHART"
-        query["searchFilter"] = f"tags.`{_SWEEPS}` LIKE '%{sweep_id}%'"
-        # Sorted by time, points are folded into their sweep, and its charts lack them.
-        query |= {"orderByKey": "tags.`mlflow.runName`", "orderByAsc": "true"}
-    place = "experiments" if experiment_id is None else f"experiments/{experiment_id}/runs"
-    return f"{base}/#/{place}?{urlencode(query, quote_via=quote)}"
 
 
 def headline(metrics: Mapping[str, float | None]) -> dict[str, float | None]:

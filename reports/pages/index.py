@@ -19,7 +19,8 @@ from reports.record.record import RESULT_NAME, RecordError, RunRecord, write_tex
 from reports.record.text import ABSENT, GIB, number, shorten
 
 RUNS: Final = "runs"
-FOLDERS: Final = (RUNS, "searches")
+SEARCHES: Final = "searches"
+FOLDERS: Final = (RUNS, SEARCHES)
 """Folders of a home below which its runs are."""
 COLUMNS: Final = (
     (METRICS["throughput/output_tok_s"], METRICS["serve/output_tok_s"]),

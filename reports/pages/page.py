@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from reports import facts
+from reports.record.links import LOCAL, SWEEPS, experiment_page, runs_search
 from reports.record.metrics import (
     CONVENTIONS,
     STATISTIC_DEFINITIONS,
@@ -55,6 +56,8 @@ class Command:
 
     label: str
     text: str
+    is_address: bool = False
+    """Whether the text is an address to open instead."""
 
 
 def commands(
@@ -71,9 +74,15 @@ def commands(
     found = [Command(label="Run it again", text=again)] if again and record.config else []
     if facts.dig_text(record.config, "tracking.backend") == "mlflow":
         store = facts.dig_text(record.config, "tracking.uri")
+        number = facts.dig_text(record.effective, "mlflow_experiment_id")
+        search = runs_search(tag, value or record.run_id)
+        is_address = number is not None and (store or "").startswith(("http://", "https://"))
+        base = store if is_address and store else LOCAL
+        page = experiment_page(base, number, search, is_chart=tag == SWEEPS)
         command = "tightfit ui" + (f" --store {shlex.quote(store)}" if store else "")
-        search = f"tags.`{tag}` LIKE '%{value or record.run_id}%'"
-        found.append(Command(label="In MLflow", text=f"{command}    # then search: {search}"))
+        then = f"{command}    # then " + (f"search: {search}" if number is None else page)
+        text = page if is_address else then
+        found.append(Command(label="In MLflow", text=text, is_address=is_address))
     return tuple(found)
 
 

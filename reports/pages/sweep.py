@@ -32,7 +32,7 @@ from reports.pages.page import (
     definitions,
 )
 from reports.pages.verdict import error_line, judged, noted_state, reasons, status_kind
-from reports.record.judging import best_of, gain
+from reports.record.judging import ONE_RUN_EACH, best_of, gain
 from reports.record.metrics import Metric, found, metric_number, metric_text
 from reports.record.record import MEASURED, RunRecord
 from reports.record.text import ABSENT
@@ -211,7 +211,9 @@ def search_section(folder: Path) -> Section | None:
         return None
     best = _best(trials, is_maximum=word == "maximize")
     kept = f", subject to {' and '.join(limits)}" if limits else ""
-    found = "No trial keeps that." if best is None else f"The best is trial {best}."
+    found = (
+        "No trial keeps that." if best is None else f"Best measured: trial {best} ({ONE_RUN_EACH})."
+    )
     text = f"Looked for: {word} {metric}{kept}. {found}"
     return Section(title="Trials", text=(text,), tables=(_table(trials, metric, best),))
 
@@ -222,7 +224,7 @@ def best_command(folder: Path) -> tuple[Command, ...]:
     if not (conf / "experiment" / "best.yaml").is_file():
         return ()
     words = ["tightfit", "run", "--config-dir", str(conf), "+experiment=best"]
-    return (Command(label="Run the best", text=shlex.join(words)),)
+    return (Command(label="Run the best measured", text=shlex.join(words)),)
 
 
 def _best(trials: Sequence[Mapping[str, Any]], *, is_maximum: bool) -> str | None:
@@ -237,7 +239,7 @@ def _table(trials: Sequence[Mapping[str, Any]], metric: str, best: str | None) -
     for place, row in enumerate(trials):
         value = metric_text(metric, float(row["value"])) if row["value"] else ABSENT
         why = row["reason"] or (f"does not keep {row['not_kept']}" if row["not_kept"] else "")
-        why = "the best" if row["trial"] == best else why
+        why = "best measured" if row["trial"] == best else why
         rows.append(
             (row["trial"], *(row[name] or "" for name in settings), row["status"], value, why)
         )

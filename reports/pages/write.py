@@ -37,6 +37,7 @@ from reports.pages.sweep import (
     sweep_page,
 )
 from reports.record.folders import load_points, load_run, read_planned
+from reports.record.links import SWEEPS
 from reports.record.record import write_bytes_atomic, write_text_atomic
 from reports.record.rows import read_telemetry
 
@@ -135,8 +136,7 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     page = replace(page, links=_beside(sweep_dir, target, SWEEP_FILES))
     records = records_of(rows)
     if records:
-        in_mlflow = {"tag": "harness.sweep_ids", "value": name}
-        page = replace(page, commands=commands(records[0], command, **in_mlflow))
+        page = replace(page, commands=commands(records[0], command, tag=SWEEPS, value=name))
     if trials is not None:
         page = replace(
             page,

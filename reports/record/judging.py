@@ -106,6 +106,8 @@ class Best:
         return f"{extreme} {self.metric.label}, no winner"
 
 
+ONE_RUN_EACH: Final = "one run each; not compared"
+"""What settles nothing between the trials of a search."""
 _REPEATED: Final = frozenset({"latency", "throughput", "serve"})
 """Parts of a scenario that may be measured several times in a run."""
 

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,14 @@ def test_help_lists_every_command(typed: list[str], capsys: pytest.CaptureFixtur
     assert all(len(line) <= 80 for line in lines)
     for command in COMMANDS:
         assert [line for line in lines if line.startswith(f"  {command.name} ")], command.name
+
+
+@pytest.mark.parametrize("name", [each.name for each in COMMANDS if each.name != "version"])
+def test_each_command_has_a_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):  # argparse ends with its help
+        main(["help", name])
+    shown = capsys.readouterr().out
+    assert f"usage: tightfit {name} " in shown.replace("COMMAND", "help ")
 
 
 @pytest.mark.parametrize(

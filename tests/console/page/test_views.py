@@ -180,6 +180,22 @@ def test_runs_of_a_home_without_any(client):
     assert "Expected two ticked runs or more" in client.get("/runs/compare?run=a").text
 
 
+def test_searches_are_listed_with_their_reports(client, tmp_path):
+    for name in ("mine", "new"):
+        folder = tmp_path / "searches" / name
+        folder.mkdir(parents=True)
+        asked = {"objective": f"maximize {name}/x"}
+        (folder / "search.json").write_text(json.dumps(asked), encoding="utf-8")
+    (tmp_path / "searches" / "mine" / "sweep.html").write_text("the trials", encoding="utf-8")
+    page = client.get("/runs").text
+    assert "maximize mine/x" in page
+    assert "maximize new/x" in page
+    assert re.findall(r'href="(/searches/[^"]*)"', page) == ["/searches/files/mine/sweep.html"]
+    assert client.get("/searches/files/mine/sweep.html").text == "the trials"
+    assert client.get("/searches/files/../registry.db").status_code == 404
+    assert client.get("/searches/files/mine%2f..%2f..%2fregistry.db").status_code == 404
+
+
 @pytest.mark.thorough_but("a/../../registry.db")
 @pytest.mark.parametrize(
     "path", ["../registry.db", "..%2fregistry.db", "/etc/passwd", "a/../../registry.db", "."]

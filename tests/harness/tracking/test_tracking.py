@@ -19,7 +19,7 @@ from harness.config.schema import SweepContext, TrackingConfig
 from harness.observe.host import start_ticks
 from harness.point.describe import flat_params
 from harness.point.point import run_point, skip_point
-from harness.sweep.track import finish_sweep
+from harness.sweep.track import finish_sweep, sweep_note
 from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts, Tracker
 from harness.tracking.mlflow import MlflowTracker, open_tracker
 from reports.record.record import RunRecord
@@ -224,6 +224,11 @@ def test_a_sweep_has_a_parent_and_a_child_for_each_point(tmp_path, request, clie
     assert note.startswith("**tiny: offload, 2 points**")
     assert "| 0 | model=tiny offload=none | ok |" in note
     assert "- point 1, offload=uva: skipped: fail_fast=true" in note
+    of_search = sweep_note(records, sweeps[0], [1, 4])
+    assert "| trial |" in of_search
+    assert "| 1 | model=tiny offload=none | ok |" in of_search
+    assert "- trial 4, offload=uva: skipped: fail_fast=true" in of_search
+    assert records[0].effective["mlflow_experiment_id"] == first.info.experiment_id
     experiment = client.get_experiment_by_name(request.node.name)
     assert experiment.tags["mlflow.note.content"].endswith(note)
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"

@@ -492,6 +492,25 @@ def test_a_run_that_is_in_mlflow_says_how_it_is_found():
     ]
 
 
+@pytest.mark.parametrize(
+    ("uri", "before"),
+    [("http://host:5000/", ""), (None, "tightfit ui    # then ")],
+)
+def test_a_run_whose_experiment_is_known_has_its_address_in_mlflow(uri, before):
+    tracking = {"backend": "mlflow", "uri": uri}
+    config, effective = ok_record().config, ok_record().effective
+    record = ok_record(
+        config=config | {"tracking": tracking},
+        run_id="a-1",
+        effective=effective | {"mlflow_experiment_id": "3"},
+    )
+    page = run_page(record)
+    text, base = page.commands[1].text, "http://127.0.0.1:5000" if uri is None else uri.strip("/")
+    assert text.startswith(f"{before}{base}/#/experiments/3/runs?workflowType=machine_learning&")
+    assert text.endswith("searchFilter=tags.%60harness.run_id%60%20LIKE%20%27%25a-1%25%27")
+    assert ('<a href="http://host:5000/#/experiments/3' in render(page, "html")) is bool(uri)
+
+
 def test_what_is_long_is_folded_and_not_printed():
     sections = {section.short: section for section in run_page(ok_record()).sections}
     assert not sections["Configuration"].is_printed

@@ -48,7 +48,7 @@ def test_csv_values_are_exact_and_absent_ones_empty(sweep_dir):
     assert rows[0]["error"].startswith("CapacityError: GPU: need 15.5 GiB")
     assert rows[3]["error"] == "RuntimeError: first line"
     assert "not valid JSON" in rows[4]["error"]
-    assert rows[2]["config.offload.offload_backend"] == "prefetch"
+    assert rows[2]["config.offload"] == "prefetch"
     assert "config.model.name" not in rows[0]
 
 
@@ -98,11 +98,12 @@ def test_differing_settings_are_listed(sweep_dir):
     page = read_html(sweep_dir, "sweep.html")
     records = list(sweep_records().values())
     assert list(differing_settings(records)) == [
-        "offload.offload_backend",
+        "offload",
         "offload.uva.cpu_offload_gb",
         "offload.prefetch.offload_group_size",
     ]
     assert ["2. offload=prefetch", "prefetch", "0", "8"] in page.rows
+    assert {row[1] for row in page.rows if len(row) == 4} >= {"none", "uva"}
 
 
 def test_labels_are_the_overrides_that_differ(tmp_path):

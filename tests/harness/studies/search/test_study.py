@@ -238,8 +238,8 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
         record.write(folder / "result.json")
         return record
 
-    def finish(tracking, context, records, *, interrupted, is_ok):
-        finished.append((context.sweep_id, len(records), interrupted, is_ok))
+    def finish(tracking, context, records, *, interrupted, is_ok, trials):
+        finished.append((context.sweep_id, len(records), interrupted, is_ok, trials))
         return [], None
 
     monkeypatch.setattr(point, "run_point", run_point)
@@ -250,10 +250,11 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
     assert [config.offload.uva.cpu_offload_gb for config in asked] == [1.0, 2.0, 3.0]
     assert titles == ["point 1 of 9 ", "point 2 of 9 ", "point 3 of 9 "]  # those that were built
     assert command.main([*words, *GOAL]) == 0  # nothing is left to run, all of it is reported
-    assert finished == [("mine", 3, False, True)] * 2
+    assert finished == [("mine", 3, False, True, [1, 2, 3])] * 2
     out = capsys.readouterr()
     assert "trial 0: offload=none: failed, the plan does not fit: GPU: need" in out.err
-    assert "best        trial 3" in out.out
+    assert "best measured  trial 3" in out.out
+    assert "one run each; not compared\n" in out.out
     folder = home / "searches" / "mine"
     with (folder / "trials.csv").open() as file:
         rows = list(csv.DictReader(file))
