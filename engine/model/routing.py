@@ -213,18 +213,19 @@ def read_trace(path: Path) -> RoutingTrace:
         raise ConfigError(f"{SETTING}: expected a trace, found no file at {path.absolute()}.")
     try:
         table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
+        names = tuple(table.column_names)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise _fault(path, "a Parquet file", f"one that cannot be read ({reason})") from None
-    if tuple(table.column_names) != _COLUMNS:
-        raise _fault(path, f"the columns {', '.join(_COLUMNS)}", ", ".join(table.column_names))
+    if names != _COLUMNS:
+        raise _fault(path, f"the columns {', '.join(_COLUMNS)}", ", ".join(names))
     model, num_experts, top_k = _metadata(path, table.schema.metadata or {})
     token, layer, ids = _columns(path, table, top_k)
     sizes = ExpertSizes(_layers(path, token, layer), num_experts, top_k)
     ids = ids.reshape(-1, len(sizes.layers), top_k)
     _check_ids(path, ids, sizes)
     digest = sha256(path.read_bytes()).hexdigest()
-    return RoutingTrace(model, sizes, ids, digest)
+    return RoutingTrace(model, sizes, ids.astype("int16"), digest)
 
 
 def _fault(path: Path, expected: str, got: str) -> ConfigError:

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from engine.asked.config import EngineConfig, PlannerConfig
-from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig
+from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
 from engine.plan.advise import (
     LOSSLESS_WORDS,
@@ -221,7 +221,8 @@ def explained(error: ShortageError, planned: Planned) -> CapacityError:
     rounded = rounded_rows(asked, planned, context)
     text = _shortage(plan, asked) + (_host_lack(asked, plan) if asked.config.planner.choose else "")
     last = "" if ways else _last_resort(asked, plan)
-    return _error(text, ways, plan, " ".join(filter(None, (last, error.also))), rounded)
+    last = " ".join(filter(None, (last, error.also)))
+    return _error(text, asked, ways, plan, last, rounded)
 
 
 def _host_explained(plan: MemoryPlan, asked: Asked, planned: Planned) -> CapacityError:
@@ -232,7 +233,7 @@ def _host_explained(plan: MemoryPlan, asked: Asked, planned: Planned) -> Capacit
         options = ["lower the GPU budget (gpu.memory_gib)"] if plan.facts.emulated else []
         options += ["offload less"] if plan.offloaded_layers else []
         last = f"No single change makes it fit. {', '.join(['Free memory', *options])}."
-    return _error(_host_shortage(plan, asked), ways, plan, last)
+    return _error(_host_shortage(plan, asked), asked, ways, plan, last)
 
 
 def _host_shortage(plan: MemoryPlan, asked: Asked) -> str:
@@ -252,11 +253,19 @@ def _host_shortage(plan: MemoryPlan, asked: Asked) -> str:
 
 
 def _error(
-    text: str, ways: Sequence[Way], plan: MemoryPlan, last: str, more: Sequence[Row] = ()
+    text: str,
+    asked: Asked,
+    ways: Sequence[Way],
+    plan: MemoryPlan,
+    last: str,
+    more: Sequence[Row] = (),
 ) -> CapacityError:
     context = context_of(ways)
     rows = [*way_rows(ways, context, is_fix=True), *more]
-    lines = [text, *row_lines(rows), *_context_lines(context), *wrapped(last)]
+    lines = [text, *row_lines(rows), *_context_lines(context)]
+    if asked.config.offload.changed() and any("offload=auto" in row[1] for row in rows):
+        lines += labelled("Note", "Leave out other offload settings beside offload=auto.")
+    lines += wrapped(last)
     lines += labelled(
         "Budget", f"{gib(plan.gpu_budget_bytes)} of GPU memory: {_parts(_held(plan))}."
     )
@@ -572,12 +581,14 @@ def _set_in_codes(asked: Asked) -> Way | None:
 
 def least_uva(asked: Asked) -> Way | None:
     """Return the least cpu_offload_gb with which it fits, else None; none at all may be enough."""
-    found = with_least_uva(with_offload(asked, OffloadConfig()))
+    node = asked.config.offload
+    bare = OffloadConfig(uva=UVAOffloadConfig(experts_first=node.uva.experts_first))
+    found = with_least_uva(with_offload(asked, bare))
     if found is None:
         return None
-    node, size = asked.config.offload, found.offload.uva.cpu_offload_gb
+    size = found.offload.uva.cpu_offload_gb
     words = [f"offload.uva.cpu_offload_gb={size:g}"] if size else []
-    if size and node.backend == "prefetch":
+    if size and node.backend not in {"none", "uva"}:
         words.insert(0, "offload=uva")
     if size and node.uva.cpu_offload_params:
         words.append("offload.uva.cpu_offload_params=[]")

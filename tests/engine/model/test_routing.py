@@ -76,7 +76,7 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
     found = read_trace(path)
     assert found.model == "some"
     assert found.sizes == SIZES
-    np.testing.assert_array_equal(found.ids, ids())
+    np.testing.assert_array_equal(found.ids, ids(), strict=True)
     assert len(found.digest) == 64
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     table = pq.read_table(path)
@@ -181,6 +181,11 @@ def test_no_file_and_no_parquet(tmp_path: Path) -> None:
         read_trace(tmp_path / "none.parquet")
     path = tmp_path / "text.parquet"
     path.write_text("token,layer,ids\n")
+    with pytest.raises(ConfigError, match="expected a Parquet file, got one that cannot be read"):
+        read_trace(path)
+    write_trace(path, RoutingTrace("some", SIZES, ids()))
+    damaged = path.read_bytes().replace(b"layer", b"l\xb7yer")
+    path.write_bytes(damaged)
     with pytest.raises(ConfigError, match="expected a Parquet file, got one that cannot be read"):
         read_trace(path)
 

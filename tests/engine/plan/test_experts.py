@@ -14,7 +14,7 @@ from engine.asked.offload import (
     PrefetchOffloadConfig,
     UVAOffloadConfig,
 )
-from engine.errors import ConfigError
+from engine.errors import CapacityError, ConfigError
 from engine.model.formats import FORMATS, ParamSpec, TensorFormats, TensorSpec
 from engine.model.lossless import LOSSLESS
 from engine.model.routing import WINDOW_TOKENS
@@ -314,6 +314,22 @@ def test_auto_takes_banks_and_lists_the_other_ways() -> None:
         "why": "it fits the GPU budget",
         "candidates": [],
     }
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_least_uva_that_is_printed_fits(*, first: bool) -> None:
+    """In the place of banks, and with experts first where they were."""
+    uva = UVAOffloadConfig(cpu_offload_gb=30, experts_first=True)
+    banks = {"experts": ExpertOffloadConfig(expert_slots=120)}
+    leave = "Leave out other offload settings beside offload=auto"
+    with pytest.raises(CapacityError, match=leave) as error:
+        planned(12, **({"uva": uva} if first else banks))
+    ways: Any = (error.value.plan or {})["ways"]
+    [way] = [each for each in ways if "cpu_offload_gb" in each["settings"][-1]]
+    *others, size = way["settings"]
+    assert others == ([] if first else ["offload=uva"])
+    again = UVAOffloadConfig(cpu_offload_gb=float(size.partition("=")[2]), experts_first=first)
+    assert planned(12, uva=again).host_total_bytes == way["host_total_bytes"]
 
 
 def test_real_weights_are_assumed_to_repeat_experts() -> None:
