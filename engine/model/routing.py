@@ -111,10 +111,17 @@ def expert_sizes(spec: "ModelSpec") -> ExpertSizes | None:
     return ExpertSizes(layers, spec.num_experts, spec.num_experts_per_tok)
 
 
-def check_trace(routing: str | None) -> None:
-    """Raise ConfigError where a setting names a trace that is not there or malformed."""
-    if routing is not None and (file := Routing.parse(routing).file) is not None:
-        read_trace(Path(file).expanduser())
+def check_trace(routing: str | None, spec: "ModelSpec | None") -> None:
+    """Raise ConfigError where a setting names a trace that is absent, malformed or of other sizes.
+
+    Sizes are those of a model with experts, where they are known.
+    """
+    if routing is None or (file := Routing.parse(routing).file) is None:
+        return
+    trace = read_trace(Path(file).expanduser())
+    sizes = None if spec is None else expert_sizes(spec)
+    if sizes is not None:
+        trace.check_model(file, sizes)
 
 
 def check_experts(spec: "ModelSpec", routing: str | None, *, is_recorded: bool) -> None:

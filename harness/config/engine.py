@@ -252,13 +252,13 @@ def check_settings(config: RunConfig) -> None:
     """Check what depends on the model's sizes but on no machine and no weights.
 
     Raises ConfigError where a selector matches nothing, an offload moves nothing, a window or a
-    length is refused, or a file of prompts or a trace is absent.
+    length is refused, a file of prompts or a trace is absent, or a trace is of another model.
     """
     for name, file in config.scenario.files().items():
         path = expanded(file)
         if not path.is_file():
             raise ConfigError(f"scenario.{name}: expected a file, found none at {path.absolute()}.")
-    check_trace(config.model.routing)
+    check_trace(config.model.routing, config.model.spec)
     serve = config.scenario.serve
     if serve is not None and serve.trace is not None:
         serve.trace.check_ending()

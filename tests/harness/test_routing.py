@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.asked.offload import OffloadWarning
 from engine.errors import ConfigError
-from engine.model.routing import read_trace
+from engine.model.routing import ExpertSizes, RoutingTrace, read_trace, write_trace
 from harness.config.engine import check_settings, check_system, engine_config, reference_config
 from harness.config.schema import (
     CorrectnessConfig,
@@ -53,6 +54,10 @@ def test_what_has_no_experts_or_no_such_trace_is_refused_before_anything_loads(
         check_settings(config(SPEC, None, scenario=scenario(record_routing=True)))
     with pytest.raises(ConfigError, match="expected a trace, found no file"):
         check_settings(config(routing=f"trace:{tmp_path / 'none'}"))
+    path, sizes = tmp_path / "trace.parquet", ExpertSizes((0, 1), 4, 1)
+    write_trace(path, RoutingTrace("other", sizes, np.zeros((1, 2, 1), dtype=np.int16)))
+    with pytest.raises(ConfigError, match=r"expected a trace with 16 experts, .* \(of other\)"):
+        check_settings(config(routing=f"trace:{path}"))
 
 
 def test_a_peer_routes_by_itself() -> None:
