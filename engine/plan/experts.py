@@ -154,10 +154,10 @@ class ExpertPlan:
 
         As many become so with a token as cease to be, after as many tokens that do not repeat them.
         """
-        repeated = self.top_k * (self.reuse or 0.0)
 
         def entered(recent: float) -> float:
             """How many there are if each stays as long as it does among so many."""
+            repeated = self.top_k * self._repeats(recent)
             drawn = min(1.0, repeated / recent)
             idle = math.pow(1 - drawn, WINDOW_TOKENS)
             stay = (1 - idle) / (drawn * idle) if drawn and idle else WINDOW_TOKENS
@@ -169,12 +169,21 @@ class ExpertPlan:
             low, high = (middle, high) if entered(middle) > middle else (low, middle)
         return high
 
-    def hit_share(self, num_slots: int, num_sequences: float = 1) -> float:
+    def _repeats(self, recent: float) -> float:
+        """Return the share of picks among so many recent experts: all where no others are left."""
+        others = self.num_experts - recent
+        return max(self.reuse or 0.0, 1 - others / self.top_k)
+
+    def hit_share(self, num_slots: int, num_sequences: int = 1) -> float:
         """Return the share of a layer's routed experts that is expected to lie in its bank.
 
         A bank holds what the last so many steps routed to (Che, Tung, Wang 2002: Hierarchical web
         caching systems); an expert is hit if its own sequence or another one did within them. A
         bank of fewer slots than a step has experts holds some of the newest step's.
+
+        Args:
+            num_slots: Of the bank.
+            num_sequences: That decode, at least 1.
         """
         key = num_slots, num_sequences
         if key not in self._hit_shares:
@@ -182,11 +191,11 @@ class ExpertPlan:
         return self._hit_shares[key]
 
     @cached_property
-    def _hit_shares(self) -> dict[tuple[int, float], float]:
+    def _hit_shares(self) -> dict[tuple[int, int], float]:
         """What was found, by arguments."""
         return {}
 
-    def _hit_share(self, num_slots: int, num_sequences: float) -> float:
+    def _hit_share(self, num_slots: int, num_sequences: int) -> float:
         experts, reuse = self.num_experts, self.reuse
         if reuse is None or num_slots >= experts:
             return min(1.0, num_slots / experts)
@@ -204,6 +213,7 @@ class ExpertPlan:
         if recent >= experts:  # every pick repeats
             own = seen / recent
         else:
+            reuse = self._repeats(recent)
             own = reuse * min(1.0, seen / recent)
             own += (1 - reuse) * max(0.0, seen - recent) / (experts - recent)
         missed = (1 - own) * math.pow(1 - seen / experts, num_sequences - 1)
@@ -220,10 +230,10 @@ class ExpertPlan:
         others = self.num_experts - recent
         if not others:
             return recent
-        drawn = top_k * (1 - (self.reuse or 0.0)) / others
+        drawn = top_k * (1 - self._repeats(recent)) / others
         return recent + others * (1 - math.exp(-drawn * (steps - window)))
 
-    def missed(self, num_slots: int, num_tokens: float, num_sequences: float = 1) -> float:
+    def missed(self, num_slots: int, num_tokens: float, num_sequences: int = 1) -> float:
         """Return how many experts of a layer a step is expected to copy into the bank.
 
         Tokens of a prompt route to most experts: those that are there are as likely as others.

@@ -230,6 +230,7 @@ def simulated_hits(
         (0.8, 42, 128, 8, 16),
         slow(0.5, 20, 64, 4, 3),
         (0.8, 95, 128, 8, 16),
+        (0.05, 31, 32, 4, 1),  # nearly all are recent, and picks beside them run out
     ],
 )
 def test_hits_are_those_of_a_simulated_bank(
@@ -248,7 +249,10 @@ def test_hits_rise_with_slots_and_reuse_and_end_at_all() -> None:
         assert shares[-1] == 1
         if reuse != 0:  # then the experts of others are all that is hit
             assert plan.hit_share(40, 16) <= plan.hit_share(40, 1) + 1e-9
-    assert expected(0.8).hit_share(42) > expected(0.5).hit_share(42)
+    for num_experts, top_k in ((128, 8), (64, 8), (32, 4), (8, 2)):
+        plans = [expected(tenths / 10, num_experts, top_k) for tenths in range(11)]
+        shares = [plan.hit_share(num_experts // 2) for plan in plans]
+        assert shares == pytest.approx(sorted(shares))
 
 
 def test_distinct_experts_of_a_step() -> None:
