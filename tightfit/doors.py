@@ -16,6 +16,7 @@ from engine.plan.cards import DeviceFacts
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
 from reports.record.folders import load_run
+from reports.record.judging import believed
 from reports.record.record import RunRecord
 from tightfit.runs import LATEST, find_run
 
@@ -66,7 +67,7 @@ def plan(model: str, gpu: str | None = None, **keywords: Unpack[Keywords]) -> Me
 
 
 def read_run(run: str = LATEST) -> RunRecord:
-    """Return the record of a run.
+    """Return the record of a run; one with a rate that no link can carry is not valid.
 
     Args:
         run: latest, an id or its beginning, ID/POINT for a point of a sweep, or a folder.
@@ -75,7 +76,7 @@ def read_run(run: str = LATEST) -> RunRecord:
         ConfigError: there is no such run.
         RecordError: it has no record that can be read.
     """
-    return load_run(find_run(run))
+    return believed(load_run(find_run(run)))
 
 
 def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:

@@ -165,9 +165,9 @@ def comparison(folders: Sequence[Path]) -> dict[str, Any]:
     """
     from reports import compare as compared  # noqa: PLC0415  when it runs
     from reports.record.folders import load_run  # noqa: PLC0415
-    from reports.record.judging import gain, gain_interval  # noqa: PLC0415
+    from reports.record.judging import believed, gain, gain_interval  # noqa: PLC0415
 
-    rows = compared.compare_rows([(folder, load_run(folder)) for folder in folders])
+    rows = compared.compare_rows([(folder, believed(load_run(folder))) for folder in folders])
     compared.check_distinct(rows)
     compared.check_alike(rows)
     metrics = compared.comparable_metrics(rows)

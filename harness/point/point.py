@@ -66,7 +66,7 @@ from harness.work.prompts import PromptRow, read_prompts
 from harness.work.quality import quality_text, read_yardstick, text_file
 from harness.work.request_log import write_parquet
 from harness.work.trace import TraceRow, check_lengths, read_trace
-from reports.record.judging import impossible_rate
+from reports.record.judging import believed
 from reports.record.record import MEASURED, RESULT_NAME, STATE_NAME, RunRecord, write_text_atomic
 
 COLD_SHARE: Final = 0.05
@@ -757,10 +757,7 @@ class _Point:
             metrics=plain(findings.metrics),
             samples=plain(findings.samples),
         )
-        impossible = impossible_rate(record)
-        if not impossible or findings.status not in MEASURED:
-            return record
-        return replace(record, valid=False, reasons=[*record.reasons, impossible])
+        return believed(record)
 
     def _judge(self, findings: Findings) -> bool | None:
         """Return whether the figures may be used; None where nobody compared the tokens."""

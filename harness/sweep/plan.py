@@ -191,13 +191,21 @@ def _indented(texts: Iterable[str]) -> list[str]:
     return [line for text in texts for line in wrapped(f"  {text}", indent="    ")]
 
 
+def _long_ms(row: Row, tokens: object) -> str:
+    """Return the time of a row's longest sequence, whose length is said where it is another."""
+    own = row.predicted["long_context_tokens"]
+    at = "" if own == tokens else f" (at {own:,})"
+    return f"{row.title} {row.predicted['decode_step_long_ms']:.4g}{at}"
+
+
 def _longest(found: Forecast) -> Iterator[str]:
     """What a token of one sequence of max_model_len tokens takes, for each way that fits."""
     fitting = [row for row in found.rows if row.fits]
     if fitting:
-        times = (f"{row.title} {row.predicted['decode_step_long_ms']:.4g}" for row in fitting)
         tokens = fitting[0].predicted["long_context_tokens"]
+        times = (_long_ms(row, tokens) for row in fitting)
         yield f"ms a token of one sequence of {tokens:,} tokens: {'; '.join(times)}."
+        fitting = [row for row in fitting if row.predicted["long_context_tokens"] == tokens]
     other = next((row for row in fitting if row.label == WITHOUT_HOST_KV), None)
     if other is not None:
         least = min(row.predicted["decode_step_long_ms"] for row in fitting)

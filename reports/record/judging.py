@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeGuard
 
 from reports.record.metrics import Metric, Metrics, base_name, metric_text, shown
-from reports.record.record import RunRecord
+from reports.record.record import MEASURED, RunRecord
 from reports.record.text import GIB, gib, number
 
 
@@ -232,6 +232,14 @@ def impossible_rate(record: RunRecord) -> str:
         f"{number(bound)} tokens/s at most. The offload did not take place, or the clock or the "
         "bytes are wrong: do not use these rates."
     )
+
+
+def believed(record: RunRecord) -> RunRecord:
+    """Return a record, not valid and with the reason where its rate cannot be."""
+    reason = impossible_rate(record)
+    if not reason or record.status not in MEASURED:
+        return record
+    return replace(record, valid=False, reasons=[*record.reasons, reason])
 
 
 def offloaded_bytes(record: RunRecord) -> tuple[float | None, str]:

@@ -136,6 +136,22 @@ def test_a_notebook_shows_a_plan_and_a_record(away: Path) -> None:
     assert "load/total_s" not in shown
 
 
+def test_a_foreign_record_with_an_impossible_rate_is_not_valid(away: Path) -> None:
+    folder = tightfit_home() / "runs" / "20260101-000000-y"
+    folder.mkdir(parents=True)
+    record = ok_record(
+        config={"offload": {"uva": {"cpu_offload_gb": 8.0}}},
+        environment={"gpu": {"pcie": {"gen": 4, "width": 16}}},
+        effective={},
+        plan={},
+        metrics={"latency/tpot_ms/p50": 20.0},
+    )
+    record.write(folder / "result.json")
+    read = tightfit.read_run()
+    assert (record.valid, read.valid) == (True, False)
+    assert "50.0 tokens/s of one request are impossible: 8.00 GiB" in read._repr_html_()
+
+
 def test_the_public_names_are_there() -> None:
     assert all(getattr(tightfit, name).__doc__ for name in tightfit.__all__)
     assert list(inspect.signature(tightfit.plan).parameters)[:2] == ["model", "gpu"]

@@ -286,6 +286,12 @@ def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
     assert "ms a token of one sequence of 9,000 tokens: none " in text
     assert "from the host" not in text
     assert csv_row(alone, alone.rows[0], "x")["host_kv_tokens"] == 0
+    words = ("offload=auto", "planner.auto_fields=[max_model_len]", VERBOSE)
+    chosen = found_of(composer, "+model=llama31_8b", "gpu=rtx4080_16gb", *words)
+    first, *others = (row.predicted["long_context_tokens"] for row in chosen.rows if row.fits)
+    lines = " ".join(said(chosen).split())
+    assert f"ms a token of one sequence of {first:,} tokens: auto (as set) " in lines
+    assert any(f" (at {tokens:,})" in lines for tokens in others)
     refused = found_of(
         composer, "+model=llama31_8b", "gpu=rtx4090_24gb", "engine.max_model_len=52000"
     )

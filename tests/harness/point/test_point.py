@@ -23,6 +23,7 @@ from harness.config.schema import (
 from harness.point import point
 from harness.point.point import PointEndedError, run_point, skip_point
 from harness.tracking.base import GuardedTracker, Tracker
+from reports.record import judging
 from reports.record.record import RunRecord
 from tests.harness.cases import SPEC, attempt, fake_command, load_only, run_config, scenario
 from tests.harness.fakes import PLAN, Script
@@ -118,7 +119,7 @@ def test_wrong_tokens_are_not_timed(tmp_path):
 
 @pytest.mark.thorough
 def test_a_rate_that_no_link_carries_makes_the_point_invalid(tmp_path, monkeypatch):
-    monkeypatch.setattr(point, "impossible_rate", lambda record: f"{record.status}: too fast")
+    monkeypatch.setattr(judging, "impossible_rate", lambda record: f"{record.status}: too fast")
     record = run(tmp_path, run_config())
     assert (record.status, record.valid, record.reasons) == ("ok", False, ["ok: too fast"])
 
