@@ -427,7 +427,7 @@ EXPERTS_SHARES: Final = ((16, 0.95, 0.80), (64, 0.75, 0.65))
 """Tokens of a grouped product at most, its bytes of plain experts read over the copy rate of HBM,
 and its rate for codes and quantised experts over that of a dense product (H200, 30B-A3B)."""
 MANY_EXPERTS_SHARE: Final = 0.65
-"""The former for more tokens. Assumed."""
+"""The former for more tokens, whose rate for codes is that of a dense product. Assumed."""
 EXPERTS_OVERHEAD_S: Final = 10e-6
 """Router, choice and grouped products of one layer, beside their bytes (H200, 30B-A3B)."""
 CLAIM_OVERHEAD_S: Final = 8e-6

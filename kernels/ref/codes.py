@@ -143,6 +143,7 @@ def _groups(codes: Codes, groups: slice | torch.Tensor) -> torch.Tensor:
                 code.view(torch.int16).view(*code.shape, 2) == _ESCAPE
             )
             code += first[:, second]
+            code &= _LOWER_BYTES  # an escape's is 256 at most, and must leave the sign as it is
             code <<= 7
             bits[:, second, ..., p, :] = kept[..., p, :] | code
     found, size = bits.view(torch.int16).view(-1), 16 * codes.shape[1]

@@ -105,6 +105,15 @@ def test_a_constant_matrix_needs_no_escape(value):
     assert int(packed.table.count_nonzero()) == 0
 
 
+def test_escapes_of_the_last_window_keep_their_signs():
+    weight = torch.full((16, 64), float("inf"), dtype=torch.bfloat16)
+    weight[3, :2] = torch.tensor([1.5, -2.0])
+    weight[3, 2:] = -3e38  # beside infinities its window is the last one
+    weight[3, 9] = float("inf")
+    packed = assert_exact(weight)
+    assert packed.first[3] == 241
+
+
 @st.composite
 def matrices(draw):
     """Matrices of several distributions, row after row."""
