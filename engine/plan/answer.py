@@ -233,7 +233,7 @@ def _host_explained(plan: MemoryPlan, asked: Asked, planned: Planned) -> Capacit
         options = ["lower the GPU budget (gpu.memory_gib)"] if plan.facts.emulated else []
         options += ["offload less"] if plan.offloaded_layers else []
         last = f"No single change makes it fit. {', '.join(['Free memory', *options])}."
-    return _error(_host_shortage(plan, asked), asked, ways, plan, last)
+    return _error(_host_shortage(plan, asked), asked, ways, plan, last, ())
 
 
 def _host_shortage(plan: MemoryPlan, asked: Asked) -> str:
@@ -242,8 +242,8 @@ def _host_shortage(plan: MemoryPlan, asked: Asked) -> str:
     size = asked.config.gpu.host_gib
     where = "" if size is None else f" of gpu.host_gib={size:g}"
     text = (
-        f"{_names(asked)[0]} does not fit: {gib(plan.host_total_bytes)} of host memory are needed, "
-        f"{gib(plan.host_limit_bytes)}{where} are available after a reserve of "
+        f"{asked.config.model.name} does not fit: {gib(plan.host_total_bytes)} of host memory are "
+        f"needed, {gib(plan.host_limit_bytes)}{where} are available after a reserve of "
         f"{asked.config.engine.host_reserve_gib:g} GiB ({_parts(items)})."
     )
     emulated = items.get("emulated_gpu", 0)
@@ -253,12 +253,7 @@ def _host_shortage(plan: MemoryPlan, asked: Asked) -> str:
 
 
 def _error(
-    text: str,
-    asked: Asked,
-    ways: Sequence[Way],
-    plan: MemoryPlan,
-    last: str,
-    more: Sequence[Row] = (),
+    text: str, asked: Asked, ways: Sequence[Way], plan: MemoryPlan, last: str, more: Sequence[Row]
 ) -> CapacityError:
     context = context_of(ways)
     rows = [*way_rows(ways, context, is_fix=True), *more]
@@ -282,12 +277,6 @@ def _parts(items: dict[str, int]) -> str:
     return ", ".join(f"{name} {gib(size)}" for name, size in ordered)
 
 
-def _names(asked: Asked) -> tuple[str, str]:
-    """Return what the model and the card are called."""
-    config = asked.config
-    return config.model.name, asked.facts.name
-
-
 def _shortage(plan: MemoryPlan, asked: Asked) -> str:
     """Say what was needed and what is there."""
     tokens = asked.config.planner.kv_tokens
@@ -304,7 +293,7 @@ def _shortage(plan: MemoryPlan, asked: Asked) -> str:
     elsewhere = (
         f", of which up to {gib(reach * plan.block_bytes)} may be in host memory" if reach else ""
     )
-    model, card = _names(asked)
+    model, card = asked.config.model.name, asked.facts.name
     return (
         f"{model} does not fit {card}: {gib(need - left)} short (needs {gib(need)} of KV for {what}"
         f"{elsewhere}, has {gib(left)})."
@@ -495,7 +484,7 @@ def _fit_text(asked: Asked, plan: MemoryPlan) -> str:
     at = f" at {plan.max_model_len:,} tokens" if now.reads_kv_in_place else ""
     per_s = rate(now.tokens_s(context_of([now])))
     whole = "" if asked.own_length is None else f" of the model's {asked.own_length:,}"
-    model, card = _names(asked)
+    model, card = asked.config.model.name, asked.facts.name
     return (
         f"{model} fits {card}{how}: {per_s} tok/s{at}, {now.effect()}. The KV cache "
         f"holds {plan.max_concurrency:.1f} sequences of {plan.max_model_len:,}{whole} tokens."
