@@ -211,7 +211,7 @@ def run(line: CommandLine, document: Document | None = None) -> int:
     _check_inputs(plan)
     session = _Session(plan, planned, check_comparisons(plan, line.config_dir))
     try:
-        return session.run()
+        return session.run(_command(line))
     finally:
         if document is not None:
             document.update(of_runs(session.ended, session.sweep_folder))
@@ -318,6 +318,12 @@ def _print_point(point: Point, line: CommandLine) -> str:
         raise explain(error) from error
 
 
+def _command(line: CommandLine) -> str:
+    """Return the command that starts the same sweep."""
+    folder = [] if line.config_dir is None else ["--config-dir", str(line.config_dir.resolve())]
+    return shlex.join(["tightfit", "sweep", *folder, *line.overrides])
+
+
 class _Session:
     """The points of one command, their records, and how they end."""
 
@@ -338,13 +344,16 @@ class _Session:
         """Folder and record of every point that ended, after `run`."""
         self.sweep_folder = None if self._task.sweep is None else self._task.sweep.folder
 
-    def run(self) -> int:
-        """Let Hydra run every point and show what ended, after Ctrl-C too; return the exit code."""
+    def run(self, command: str) -> int:
+        """Let Hydra run every point and show what ended, after Ctrl-C too; return the exit code.
+
+        `command` starts the same sweep, for its report.
+        """
         sweep = self._task.sweep
         if sweep is not None:
             shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
             with full_disk_ends():
-                write_planned(sweep.folder, sweep.total, self._command())
+                write_planned(sweep.folder, sweep.total, command)
         records: list[tuple[Path, RunRecord]] | None = None
         interrupt: KeyboardInterrupt | None = None
         full: DiskFullError | None = None
@@ -403,12 +412,6 @@ class _Session:
             began_s=time.time(),
             title=sweep_title([(point.config, point.overrides) for point in self._plan.points]),
         )
-
-    def _command(self) -> str:
-        """Return the command that starts the same sweep."""
-        asked: Any = OmegaConf.to_container(self._hydra.overrides, resolve=False)
-        others = [item for item in asked["hydra"] if not item.startswith("hydra.mode=")]
-        return shlex.join(["tightfit", "sweep", *asked["task"], *others])
 
     def _records(self, sweep: SweepContext | None) -> list[tuple[Path, RunRecord]]:
         """Return folder and record of every point that ended, in order."""

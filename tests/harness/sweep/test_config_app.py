@@ -19,6 +19,7 @@ from harness.point import point
 from harness.sweep import app
 from harness.sweep import track as sweep
 from harness.sweep.launch import BegunPoints
+from reports.record.folders import read_planned
 from reports.record.record import RunRecord
 from tests.slow import slow
 
@@ -239,6 +240,8 @@ def test_a_sweep_in_one_folder_with_one_context(
     assert points.finished == [(["ok"] * 4, False)]
     out = capsys.readouterr().out
     assert "4 of 4 points" in out
+    again = "tightfit sweep +model=glass offload=none,uva engine.seed=1,2"
+    assert read_planned(parent) == (4, again)
     assert "offload=uva engine.seed=2" in out
     assert str(parent) in out
 
