@@ -43,6 +43,7 @@ from harness.studies.search_request import (
     overrides_of,
     parse_request,
 )
+from reports.record.folders import each_point
 from reports.record.judging import ONE_RUN_EACH
 from reports.record.record import RESULT_NAME, RunRecord, write_text_atomic
 from reports.record.text import number
@@ -493,9 +494,13 @@ def _conclude(
 
 
 def _records(trials: Sequence[Any], folder: Path) -> dict[int, RunRecord]:
-    """Return number -> record of all trials that were built, also by processes before."""
-    paths = {trial.number: folder / str(trial.number) / RESULT_NAME for trial in trials}
-    return {number: RunRecord.read(path) for number, path in paths.items() if path.is_file()}
+    """Return number -> record of all trials that were built, also by processes before.
+
+    Without records that cannot be read: the report says so of them.
+    """
+    found = {point.folder.name: point.record for point in each_point(folder)}
+    records = {trial.number: found.get(str(trial.number)) for trial in trials}
+    return {number: record for number, record in records.items() if record is not None}
 
 
 def _best_lines(request: SearchRequest, runner: TrialRunner, folder: Path, best: Any) -> list[str]:

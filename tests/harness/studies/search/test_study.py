@@ -250,7 +250,10 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
     assert [config.offload.uva.cpu_offload_gb for config in asked] == [1.0, 2.0, 3.0]
     assert titles == ["point 1 of 9 ", "point 2 of 9 ", "point 3 of 9 "]  # those that were built
     assert command.main([*words, *GOAL]) == 0  # nothing is left to run, all of it is reported
-    assert finished == [("mine", 3, False, True, [1, 2, 3])] * 2
+    (home / "searches" / "mine" / "2" / "result.json").write_text("{", encoding="utf-8")
+    assert command.main([*words, *GOAL]) == 0  # a record that cannot be read is left out
+    of_all = ("mine", 3, False, True, [1, 2, 3])
+    assert finished == [of_all, of_all, ("mine", 2, False, True, [1, 3])]
     out = capsys.readouterr()
     assert "trial 0: offload=none: failed, the plan does not fit: GPU: need" in out.err
     assert "best measured  trial 3" in out.out
