@@ -84,7 +84,6 @@ def test_a_text_in_files_of_the_user_is_the_one_written(tmp_path: Path) -> None:
 
 
 def test_a_search_file_keeps_texts_and_null(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
     file = tmp_path / "search.yaml"
     file.write_text(
         "base: [model=glass, gpu.name=1.10]\nname: 2024_11\nmaximize: throughput/output_tok_s\n"

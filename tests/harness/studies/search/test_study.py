@@ -1,7 +1,6 @@
 """Searches with Optuna, which is an extra: pip install '.[search]'."""
 
 import csv
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -17,9 +16,6 @@ from harness.sweep import track as sweep
 from reports.record.record import RunRecord
 from tests.slow import slow
 
-needs_optuna = pytest.mark.skipif(
-    importlib.util.find_spec("optuna") is None, reason="optuna is not installed"
-)
 pytestmark = pytest.mark.filterwarnings("ignore")
 GOAL = ("--maximize", "throughput/output_tok_s", "--subject-to", "latency/ttft_ms/p50<=6")
 WIDE = ("model=fake", "gpu=cpu", "offload=uva", "offload.uva.cpu_offload_gb=range(0.25,8.1,0.25)")
@@ -88,7 +84,6 @@ def run(tmp_path, request, **changes):
     return trials, found
 
 
-@needs_optuna
 def test_a_small_space_is_tried_completely(tmp_path):
     trials, (ended, best, count) = run(tmp_path, request_of(*FEW, "--trials", "9"))
     assert ended == "every combination was tried"
@@ -98,7 +93,7 @@ def test_a_small_space_is_tried_completely(tmp_path):
     assert (again.ran, found) == ([], (ended, best, count))
 
 
-@needs_optuna
+@pytest.mark.thorough
 def test_a_wide_space_is_searched_and_the_same_seed_repeats(tmp_path):
     request = request_of(*WIDE, "--trials", "12", "--seed", "1")
     trials, (ended, best, _) = run(tmp_path / "a", request)
@@ -127,7 +122,7 @@ class Refusing(Trials):
 INTERVAL = ("model=fake", "gpu=cpu", "offload=uva", "offload.uva.cpu_offload_gb=interval(0.0,32.0)")
 
 
-@needs_optuna
+@pytest.mark.thorough_but("0")
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
 def test_refusals_lead_the_search_to_what_fits(tmp_path, seed):
     trials = Refusing(tmp_path)
@@ -139,7 +134,7 @@ def test_refusals_lead_the_search_to_what_fits(tmp_path, seed):
     assert sum(refused[10:]) < 0.75 * len(refused[10:])  # 91 % of what is drawn without learning
 
 
-@needs_optuna
+@pytest.mark.thorough
 def test_a_search_that_finds_nothing_more_ends_early_and_says_so(tmp_path):
     trials = Refusing(tmp_path)
     trials.most = -40.0
@@ -149,7 +144,7 @@ def test_a_search_that_finds_nothing_more_ends_early_and_says_so(tmp_path):
     assert ended.startswith("ended early with 0 of 3 trials built: 50 proposals in a row")
 
 
-@needs_optuna
+@pytest.mark.thorough
 def test_an_early_end_is_exit_code_3_although_there_is_a_best(home, monkeypatch):
     def run_point(config, folder, overrides, context):
         metrics = {"throughput/output_tok_s": 5.0, "latency/ttft_ms/p50": 1.0}
@@ -162,7 +157,6 @@ def test_an_early_end_is_exit_code_3_although_there_is_a_best(home, monkeypatch)
     assert command.main([*few, *GOAL, "--trials", "40"]) == 3
 
 
-@needs_optuna
 def test_an_interrupted_search_goes_on(tmp_path):
     request = request_of(*FEW, "--trials", "9")
     with pytest.raises(KeyboardInterrupt):
@@ -172,7 +166,6 @@ def test_an_interrupted_search_goes_on(tmp_path):
     assert (best, count) == (rate(3), 5)  # with the interrupted one
 
 
-@needs_optuna
 def test_a_trial_that_a_killed_process_left_is_closed(tmp_path):
     request = request_of(*FEW, "--trials", "9")
     with open_study(request, tmp_path / "search") as study:
@@ -185,7 +178,6 @@ def test_a_trial_that_a_killed_process_left_is_closed(tmp_path):
     assert not left.parent.exists()
 
 
-@needs_optuna
 def test_two_searches_do_not_share_a_name_nor_two_processes_a_search(tmp_path):
     request = request_of(*FEW, "--name", "mine")
     with (
@@ -198,7 +190,6 @@ def test_two_searches_do_not_share_a_name_nor_two_processes_a_search(tmp_path):
         run(tmp_path, other)
 
 
-@needs_optuna
 def test_minutes_are_a_limit(tmp_path, monkeypatch):
     times = iter([0.0, 0.0, 59.0, 61.0])
     monkeypatch.setattr("harness.search.time.monotonic", lambda: next(times))
@@ -222,7 +213,6 @@ def test_optuna_4_is_needed(found, words, monkeypatch, capsys):
     assert "[search]" in capsys.readouterr().err
 
 
-@needs_optuna
 def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch, capsys):
     asked, finished, titles = [], [], []
 
@@ -266,7 +256,6 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
     assert plan.config == replace(asked[-1], rerun=None)
 
 
-@needs_optuna
 def test_no_trial_that_keeps_the_constraints_is_exit_code_3(home, monkeypatch):
     def run_point(config, folder, overrides, context):
         return RunRecord(run_id="a", name="a", status="oom", error={"type": "a", "message": "b"})
@@ -276,7 +265,6 @@ def test_no_trial_that_keeps_the_constraints_is_exit_code_3(home, monkeypatch):
     assert command.main([*FEW, *GOAL]) == 3
 
 
-@needs_optuna
 def test_a_defect_of_the_harness_is_a_failed_trial(home, monkeypatch, capsys):
     def run_point(config, folder, overrides, context):
         raise ZeroDivisionError("a defect")
