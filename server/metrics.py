@@ -137,6 +137,10 @@ class Metrics:
         self._output_total = counter("generation_tokens", "Tokens of answers.").labels(model)
         self._success = counter("request_success", "Answers that ended.", "finished_reason")
 
+    def note_prompt(self, num_tokens: int) -> None:
+        """Count the tokens of a request's prompts as it is accepted."""
+        self._prompt_total.inc(num_tokens)
+
     def note_tokens(self, num_tokens: int) -> None:
         """Count tokens as they come."""
         self._output_total.inc(num_tokens)
@@ -167,7 +171,6 @@ class Metrics:
                 self._gap.observe(gap_s / num_tokens)
         self._e2e.observe(times.end_s - times.arrival_s)
         self._prompt.observe(shape.num_prompt_tokens)
-        self._prompt_total.inc(shape.num_prompt_tokens)
         self._output.observe(shape.num_tokens)
         for reason in reasons:
             self._success.labels(self._model, reason).inc()

@@ -13,7 +13,7 @@ from server.engine_link import Answers, EngineLink
 from server.errors import APIError
 from server.metrics import Metrics, RequestTimes
 from server.shapes import Chunk, Shape
-from server.wire import Submit, Token
+from server.wire import Accepted, Submit, Token
 
 PING_S: Final = 15.0
 """Seconds of silence after which a stream gets a comment."""
@@ -102,7 +102,7 @@ class Generated(Response):
             await self._whole(answers, times, line)
 
     async def _whole(self, answers: Answers, times: RequestTimes, line: "_Line") -> None:
-        self._shape.begin(await answers.start())
+        self._begin(await answers.start())
         while found := await answers.next():
             self._note(times, found)
             for place, tokens in found:
@@ -119,7 +119,7 @@ class Generated(Response):
     async def _stream(self, answers: Answers, times: RequestTimes, line: "_Line") -> None:
         accepted = await answers.start()
         await line.begin(STREAM_HEADERS)
-        await line.send(_events(self._shape.begin(accepted)))
+        await line.send(_events(self._begin(accepted)))
         try:
             while found := await answers.next():
                 self._note(times, found)
@@ -130,6 +130,12 @@ class Generated(Response):
         except APIError as error:
             await line.send(_events([error.body()]))
         await line.send(b"data: [DONE]\n\n", more=False)
+
+    def _begin(self, accepted: Sequence[Accepted]) -> list[Chunk]:
+        """Return the chunks before any token; count the prompts before a client sees an answer."""
+        chunks = self._shape.begin(accepted)
+        self._metrics.note_prompt(self._shape.num_prompt_tokens)
+        return chunks
 
     def _note(self, times: RequestTimes, found: list[tuple[int, list[Token]]]) -> None:
         tokens = [token for _, mine in found for token in mine]
