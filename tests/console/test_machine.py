@@ -116,6 +116,7 @@ def test_disk_of_models_counts_a_linked_file_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["gpus", "walk"])
+@pytest.mark.thorough
 def test_what_hangs_delays_nobody(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_sinks_and_biases_count(tiny: TinyModels, tmp_path: Path) -> None:
         llm.close()
 
 
+@pytest.mark.thorough
 def test_dummy_experts_in_mxfp4(packed: Callable[..., Packed]) -> None:
     folder, _ = packed()
     runs = []

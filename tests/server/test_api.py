@@ -439,6 +439,7 @@ def test_metrics_tell_where_memory_went(served: Served) -> None:
     assert served.get("/load").json() == {"server_load": 0}
 
 
+@pytest.mark.thorough
 def test_what_a_chat_leaves_out_is_of_the_generation_config(served: Served) -> None:
     def length(**body: Any) -> int:
         body |= {"messages": HELLO, "ignore_eos": True}
@@ -515,6 +516,7 @@ def test_a_form_that_cannot_be_enforced_is_refused_in_the_client_s_words(served:
         assert error["message"].startswith(f"{param}: expected ")
 
 
+@pytest.mark.thorough
 def test_a_forced_call_of_a_tool_is_one(served: Served) -> None:
     parameters = {
         "type": "object",

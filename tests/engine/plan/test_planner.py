@@ -121,6 +121,7 @@ def test_a_refusal_for_host_memory_says_that_nothing_need_be_moved() -> None:
     ),
     block_size=st.sampled_from([8, 16, 128]),
 )
+@pytest.mark.thorough
 def test_advice_fits_when_it_is_followed(
     spec: ModelSpec,
     share: float,

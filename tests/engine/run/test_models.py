@@ -142,8 +142,8 @@ LIMITS = ((8, 7, 3), (32, 16, 8), (128, 50, 1))
 """Tokens of a block, tokens of a step, sequences at once; llama gets all, the others one each."""
 
 
-@pytest.mark.thorough_but("gemma3")
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda x: x in {"llama", "gemma3"}))
+@pytest.mark.thorough
 def test_tokens_do_not_depend_on_chunks_batch_limits_or_block_size(
     tiny: TinyModels, family: str
 ) -> None:

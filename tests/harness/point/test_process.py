@@ -27,6 +27,7 @@ def test_arguments_name_job_and_parent(tmp_path):
     assert worker.wait().returncode == 0
 
 
+@pytest.mark.thorough
 def test_waiting_does_not_spin(tmp_path):
     worker = start(tmp_path, "import time; time.sleep(0.6)")
     before_s = time.process_time()

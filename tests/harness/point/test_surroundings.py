@@ -353,6 +353,7 @@ def test_the_report_of_a_sweep_that_was_interrupted_is_made(tmp_path, monkeypatc
     assert made == [tmp_path]
 
 
+@pytest.mark.thorough
 def test_a_lock_is_exclusive_within_a_machine(tmp_path):
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()

@@ -256,6 +256,7 @@ def test_a_value_comes_of_an_earlier_point(source):
         StudyConfig(name="x", judge="bench", points=points)
 
 
+@pytest.mark.thorough
 def test_the_usual_run_writes_both_documents(tmp_path, documents, capsys):
     record = study(tmp_path)
     assert (record.status, record.valid) == ("failed", False)  # 6 GB in 3 ms are 2000 GB/s

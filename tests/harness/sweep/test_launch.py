@@ -62,6 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_every_point_is_composed_once(
     composed: list[tuple[str, tuple[str, ...]]], asked: list[Any]
 ) -> None:

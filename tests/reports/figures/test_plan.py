@@ -26,6 +26,7 @@ def test_a_point_is_called_by_its_values() -> None:
 
 @pytest.mark.thorough_but("refused")
 @pytest.mark.parametrize("text", [HEAD + ROWS, HEAD + "a,none,False,,\n"], ids=["fits", "refused"])
+@pytest.mark.thorough
 def test_the_command_draws_a_plan(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

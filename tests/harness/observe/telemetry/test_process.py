@@ -45,6 +45,7 @@ def rows_of(folder):
     return (folder / TELEMETRY_SPOOL).read_bytes().count(b"\n") if folder.is_dir() else 0
 
 
+@pytest.mark.thorough
 def test_ten_rows_a_second_of_a_process_and_a_gpu(tmp_path, monkeypatch):
     install(tmp_path / "nvml", pids=[os.getpid(), 1], sm_mhz=None)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "nvml"))

@@ -122,7 +122,7 @@ class Refusing(Trials):
 INTERVAL = ("model=fake", "gpu=cpu", "offload=uva", "offload.uva.cpu_offload_gb=interval(0.0,32.0)")
 
 
-@pytest.mark.thorough_but("0")
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
 def test_refusals_lead_the_search_to_what_fits(tmp_path, seed):
     trials = Refusing(tmp_path)
@@ -157,6 +157,7 @@ def test_an_early_end_is_exit_code_3_although_there_is_a_best(home, monkeypatch)
     assert command.main([*few, *GOAL, "--trials", "40"]) == 3
 
 
+@pytest.mark.thorough
 def test_an_interrupted_search_goes_on(tmp_path):
     request = request_of(*FEW, "--trials", "9")
     with pytest.raises(KeyboardInterrupt):
@@ -256,6 +257,7 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
     assert plan.config == replace(asked[-1], rerun=None)
 
 
+@pytest.mark.thorough
 def test_no_trial_that_keeps_the_constraints_is_exit_code_3(home, monkeypatch):
     def run_point(config, folder, overrides, context):
         return RunRecord(run_id="a", name="a", status="oom", error={"type": "a", "message": "b"})
@@ -265,6 +267,7 @@ def test_no_trial_that_keeps_the_constraints_is_exit_code_3(home, monkeypatch):
     assert command.main([*FEW, *GOAL]) == 3
 
 
+@pytest.mark.thorough
 def test_a_defect_of_the_harness_is_a_failed_trial(home, monkeypatch, capsys):
     def run_point(config, folder, overrides, context):
         raise ZeroDivisionError("a defect")
@@ -275,6 +278,7 @@ def test_a_defect_of_the_harness_is_a_failed_trial(home, monkeypatch, capsys):
     assert "ZeroDivisionError: a defect" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.thorough
 def test_what_cannot_be_composed_is_a_failed_trial(tmp_path):
     runner = TrialRunner(Composer(), ["model=fake", "offload=prefetch"], request_of(*FEW).goal)
@@ -302,6 +306,7 @@ def _context(tmp_path):
         ["+model=mine", "+experiment=own"],
     ],
 )
+@pytest.mark.thorough
 def test_a_composition_of_one_file_is_the_trial_s(tmp_path, words):
     mine = tmp_path / "mine"
     (mine / "model").mkdir(parents=True)
