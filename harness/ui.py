@@ -15,7 +15,7 @@ from catalogue.files import tightfit_home
 from catalogue.terminal import EXIT_OK, say
 from harness.config.schema import TrackingConfig
 from harness.tracking.mlflow import ENVIRONMENT, artifact_root, store_uri
-from reports.record.links import experiment_page
+from reports.record.text import experiment_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,8 +19,8 @@ from engine.plan.units import Feed, moving
 from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS
 
 LEAST_ROW_BYTES: Final = 2**16
-"""Shorter rows are copied no sooner than read in place: 1024 rows of 32 KiB beside decodes at 48.5,
-alone at 51.5, 512 rows of 64 KiB alone at 54.9, reads in place at 51.1 GB/s (H200)."""
+"""Shorter rows are copied no sooner than read in place: decode steps copied 32 KiB rows at 47.5 and
+64 KiB rows at 54.4 GB/s, reads in place reach 50.6 (H200, docs/performance.md, 131,072 tokens)."""
 WEIGHT_SHARE: Final = 1.0
 """Products of few rows, bytes of weights read over the copy rate of HBM, which writes half of its
 bytes; with LAYER_OVERHEAD_S (H200)."""

@@ -24,9 +24,9 @@ from harness.config.schema import SweepContext, TrackingConfig
 from harness.observe.host import start_ticks
 from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts, Tracker
 from harness.work.kv import kv_series
-from reports.record.links import LOCAL, SWEEPS, experiment_page, runs_search
 from reports.record.metrics import Place, shown
 from reports.record.record import RunRecord
+from reports.record.text import LOCAL, SWEEPS, experiment_page, runs_search
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from reports import facts
-from reports.record.links import LOCAL, SWEEPS, experiment_page, runs_search
 from reports.record.metrics import (
     CONVENTIONS,
     STATISTIC_DEFINITIONS,
@@ -22,7 +21,17 @@ from reports.record.metrics import (
     of_samples,
 )
 from reports.record.record import RunRecord, summarise
-from reports.record.text import ABSENT, duration, flatten, gib, leaf
+from reports.record.text import (
+    ABSENT,
+    LOCAL,
+    SWEEPS,
+    duration,
+    experiment_page,
+    flatten,
+    gib,
+    leaf,
+    runs_search,
+)
 
 Kind = Literal["good", "warn", "bad", "plain", "better", "worse", "grey"]
 STATISTICS: Final = tuple(summarise([]))

@@ -37,9 +37,9 @@ from reports.pages.sweep import (
     sweep_page,
 )
 from reports.record.folders import load_points, load_run, read_planned
-from reports.record.links import SWEEPS
 from reports.record.record import write_bytes_atomic, write_text_atomic
 from reports.record.rows import read_telemetry
+from reports.record.text import SWEEPS
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 REPORT_NAME: Final = "report.html"
