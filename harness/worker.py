@@ -67,6 +67,7 @@ from harness.work.predicted import (
     link_notes,
     link_reasons,
     memory_metrics,
+    moved_bytes,
     transfer_metrics,
     transfer_reasons,
 )
@@ -455,7 +456,6 @@ class Work:
         """
         self._state.enter("probe")
         rates = self._link.before(self._gpu())
-        self._result["link_factor"] = self._link.factor
         self._result["metrics"] |= {f"link/{name}": rate for name, rate in rates.items()}
         known = self._engine.measured_rates | dict(self._door.machine(self._engine))
         known |= {name: rate for name, rate in rates.items() if rate is not None}
@@ -554,7 +554,7 @@ class Work:
 
     def _link_counter(self) -> LinkCounter | None:
         gpu = self._gpu()
-        return None if gpu is None else LinkCounter(gpu.link_rx_gb_s, self._link.factor)
+        return None if gpu is None else LinkCounter(gpu.link_rx_gb_s, self._link.factors)
 
     def _gpu(self) -> Gpu | None:
         return open_gpu(self._job.gpu_uuid) if self._job.gpu_uuid else None
@@ -691,6 +691,7 @@ class Work:
 
     def _note_transfers(self, timed: dict[str, StepTotals]) -> None:
         metrics, last = self._result["metrics"], list(timed.values())[-1]
+        self._result["link_factor"] = self._link.factors.of(*moved_bytes(last, metrics))
         metrics |= transfer_metrics(last, metrics) | kv_link_share(metrics)
         metrics |= expert_metrics(last, self._result["plan"].get("experts"))
         self._result["reasons"] += transfer_reasons(last)

@@ -10,9 +10,10 @@ from reports.record.rows import Table
 
 T = TypeVar("T")
 Stream = Callable[[float], tuple[int, float, float]]
-"""Copies host to device for so many seconds; returns bytes, and begin and end on the clock."""
+"""Moves host memory to the device for so many seconds; returns bytes, and begin and end on the
+clock."""
 CALIBRATION_S: Final = 0.6
-"""Seconds of copies for a calibration: about 30 windows."""
+"""Seconds of traffic for a calibration: about 30 windows."""
 LEAST_READINGS: Final = 5
 """Readings within a span below which nothing is said of it."""
 
@@ -24,6 +25,29 @@ class Reading:
     begin_s: float
     end_s: float
     gb_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFactors:
+    """Payload bytes per byte that the counter tells, by what moves them; None where not known.
+
+    They differ: packets of copies carry more payload each than those that kernels ask for, and an
+    H200 counts 83 GB/s while kernels read 51.
+    """
+
+    copied: float | None = None
+    in_place: float | None = None
+
+    def of(self, copied_bytes: int, in_place_bytes: int) -> float | None:
+        """Return the factor of traffic of both kinds; of copies alone where nothing moved."""
+        if not in_place_bytes:
+            return self.copied
+        if not copied_bytes:
+            return self.in_place
+        if self.copied is None or self.in_place is None:
+            return None
+        counted = copied_bytes / self.copied + in_place_bytes / self.in_place
+        return (copied_bytes + in_place_bytes) / counted
 
 
 class CounterReader:
@@ -73,10 +97,10 @@ def calibrate(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float | None:
-    """Return payload bytes per counted byte, from copies of known size.
+    """Return payload bytes per counted byte, from traffic of known size.
 
-    None where the counter gives nothing or too little, or stands still during the copies. `stream`
-    copies for CALIBRATION_S; its times are on `clock`.
+    None where the counter gives nothing or too little, or stands still meanwhile. `stream` lasts
+    CALIBRATION_S; its times are on `clock`.
     """
     if read() is None:
         return None
@@ -95,22 +119,21 @@ class LinkCounter:
     def __init__(
         self,
         read: Callable[[], float | None],
-        factor: float | None,
+        factors: LinkFactors,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._read, self.factor, self._clock = read, factor, clock
+        self._read, self.factors, self._clock = read, factors, clock
 
     def measured(self, work: Callable[[], T]) -> tuple[T, float | None]:
-        """Do the work; return its result and the payload that the GPU received meanwhile, GB/s."""
-        if self.factor is None:
+        """Do the work; return its result and what the counter told meanwhile, GB/s."""
+        if self.factors == LinkFactors():
             return work(), None
         with CounterReader(self._read, clock=self._clock) as reader:
             begin_s = self._clock()
             result = work()
             end_s = self._clock()
-        counted = mean_rate(reader.readings, begin_s, end_s)
-        return result, None if counted is None else counted * self.factor
+        return result, mean_rate(reader.readings, begin_s, end_s)
 
 
 def readings(table: Table) -> list[Reading]:

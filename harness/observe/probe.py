@@ -83,28 +83,38 @@ def probe_link(device: str = "auto") -> dict[str, float | None]:
     return _probe_cpu(opened) if opened.kind == "cpu" else _probe_cuda(opened)
 
 
-def stream_link(seconds: float, device: str = "auto") -> tuple[int, float, float]:
+def stream_link(
+    seconds: float, device: str = "auto", *, in_place: bool = False
+) -> tuple[int, float, float]:
     """Copy host to device without a pause, for reading a counter of the link meanwhile.
 
-    It lasts about so many seconds; on a CPU the copies are between host buffers. Bytes are
-    returned, and when on `time.perf_counter` the first copy began and the last was done.
+    With in_place a kernel reads host memory instead. It lasts about so many seconds; on a CPU the
+    copies are between host buffers. Bytes are returned, and when on `time.perf_counter` the first
+    copy began and the last was done.
+
+    Raises:
+        CapacityError: in_place, and the device sees host memory at another address.
     """
     opened = open_device(device)
     is_cpu = opened.kind == "cpu"
     size = EMULATED_COPY_BYTES if is_cpu else COPY_BYTES
     with _registered(opened, size) as buffer:
         target = opened.empty(size)
+        view = opened.in_place(buffer, buffer.tensor) if in_place else None
         num_copies, marks = 0, []
         begin_s = perf_counter()
         while perf_counter() - begin_s < seconds:
-            target.copy_(buffer.tensor, non_blocking=True)
+            if view is None:
+                target.copy_(buffer.tensor, non_blocking=True)
+            else:
+                _read_in_place(view, target)
             marks.append(opened.mark())
             num_copies += 1
             if len(marks) > 2:  # two copies wait in the queue, so that the link has no pause
                 marks.pop(0).wait()
         opened.synchronize()
         end_s = perf_counter()
-        del target
+        del target, view
     return num_copies * size, begin_s, end_s
 
 

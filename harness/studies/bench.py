@@ -33,6 +33,8 @@ LEAST_PINNING_GIB_S: Final = 8.0
 """Least rate of slabs of 4 GiB or more, touched and registered by 16 threads."""
 LEAST_PINNED_GIB: Final = 4.0
 """Less is told by no row: what does not grow with it takes as long."""
+LEAST_LOADED_GIB: Final = 8.0
+"""Of less, warming up and capturing take as long as the weights."""
 LEAST_LOADING_GIB_S: Final = 1.5
 """Least rate from LLM() to an engine that is ready, in GiB of random weights a second."""
 
@@ -202,7 +204,7 @@ def _planned_rows(found: Found) -> Iterator[Row]:
 
 
 def _counter_rows(found: Found) -> Iterator[Row]:
-    """The engine's count of bytes against NVML's counter, calibrated on known copies."""
+    """The engine's count of bytes against NVML's counter, calibrated on traffic of known size."""
     for result in found.values():
         counter = result.sample("steps")["counter"]
         if counter and counter["nvml_gb_s"]:
@@ -229,7 +231,7 @@ def _loading_rows(found: Found) -> Iterator[Row]:
         plan: dict[str, Any] = (result.record.plan if result.record is not None else None) or {}
         weights = sum(plan.get("placements", {}).values()) / GIB
         seconds = result.sample("build").get("seconds")
-        if weights >= LEAST_PINNED_GIB and seconds:
+        if weights >= LEAST_LOADED_GIB and seconds:
             what = f"{result.title}: LLM() to ready: weights / time, GiB/s"
             value = f"{weights:.2f} GiB in {seconds:.2f} s", weights / seconds
             yield make_row(what, value, least=LEAST_LOADING_GIB_S)
@@ -282,6 +284,8 @@ def _staging_table(found: Found) -> list[str]:
     text = "Staging is not faster at the largest of them."
     if at is not None:
         text = f"Staging is faster from {at} tokens on."
+        if at == pairs[0][0]:
+            text = "Staging is faster at all of them."
     table = grid(("tokens", "in place, ms", "staged, ms"), rows)
     return ["", f"{title}: {words}", "", *table, "", text]
 

@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.asked.config import EngineConfig
 from engine.async_llm import AsyncLLM
 from engine.device.gpu import Gpu, open_gpu
 from harness.config.schema import ScenarioConfig
-from harness.observe.link import calibrate
+from harness.observe.link import LinkFactors, calibrate
 from harness.observe.machine_rates import read_rates, watched, write_rates
 from harness.systems.base import nothing
 from harness.work.drive import Engine
@@ -37,11 +38,13 @@ def _plan_engine(config: EngineConfig) -> Any:
     return LLM.plan_for(config)
 
 
-def _stream_engine_link(config: EngineConfig, seconds: float) -> tuple[int, float, float]:
-    """Copy host to device on the device that the engine will use."""
+def _stream_engine_link(
+    config: EngineConfig, seconds: float, *, in_place: bool = False
+) -> tuple[int, float, float]:
+    """Move host memory to the device that the engine will use, by copies or by a kernel's reads."""
     from harness.observe.probe import stream_link  # noqa: PLC0415  imports torch
 
-    return stream_link(seconds, config.gpu.device)
+    return stream_link(seconds, config.gpu.device, in_place=in_place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,9 @@ class EngineDoor:
     """Imports the engine; returns what builds it."""
     probe: Callable[[EngineConfig], dict[str, float | None]]
     """Measures the link: h2d_gb_s, d2h_gb_s, two_way_gb_s, ..."""
-    stream: Callable[[EngineConfig, float], tuple[int, float, float]] = _stream_engine_link
-    """Copies host to device for so many seconds; returns bytes, begin and end on `clock`."""
+    stream: Callable[..., tuple[int, float, float]] = _stream_engine_link
+    """Moves host memory to the device for so many seconds; returns bytes, begin and end on `clock`.
+    With in_place=True a kernel reads it."""
     plan_for: Callable[[EngineConfig], Any] = _plan_engine
     """Plans an engine without allocating anything; raises CapacityError where it does not fit."""
     predict: Callable[[Any, Any, ScenarioConfig], dict[str, float | None]] = predicted_times
@@ -117,20 +121,23 @@ def peer_door(load_code: Callable[[], BuildEngine]) -> EngineDoor:
 
 
 class LinkWatch:
-    """Probes of one worker, and copies of known size for the counter."""
+    """Probes of one worker, and traffic of known size for the counter."""
 
     def __init__(self, door: EngineDoor, config: EngineConfig) -> None:
         self._door, self._config = door, config
-        self.factor: float | None = None
-        """Payload bytes per byte that the counter of the GPU tells; None where it is not known."""
+        self.factors = LinkFactors()
+        """Of the GPU's counter."""
 
     def before(self, gpu: Gpu | None) -> dict[str, float | None]:
-        """Probe, copy for the counter of `gpu`; return the rates by the probe's names."""
+        """Probe, calibrate the counter of `gpu`; return the rates by the probe's names."""
         rates = self._door.probe(self._config)
         # Without pinned memory nothing was probed, and nothing can be copied without a pause.
         if rates.get("h2d_gb_s") and gpu is not None:
-            self.factor = calibrate(
-                gpu.link_rx_gb_s, lambda seconds: self._door.stream(self._config, seconds)
+            read, stream = gpu.link_rx_gb_s, partial(self._door.stream, self._config)
+            reads = partial(stream, in_place=True)
+            self.factors = LinkFactors(
+                copied=calibrate(read, stream),
+                in_place=calibrate(read, reads) if rates.get("in_place_gb_s") else None,
             )
         return rates
 

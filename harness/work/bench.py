@@ -287,33 +287,36 @@ def counted(
     """
     llm, clock = sender.llm, sender.clock
 
-    def moved() -> int:
+    def moved() -> tuple[int, int]:
+        """Return the bytes that were copied, and those that were read in place."""
         stats = llm.stats()
         kv = stats["kv"]
         copied = int(stats["h2d_bytes"]) + int(kv["moved"]["loaded_bytes"])
-        in_place = int(stats["in_place_bytes"]) + int(kv["in_place_bytes"])
         ahead = int(kv["copied_ahead_bytes"]) + int(kv["staged_prefill_bytes"])
-        return copied + in_place + ahead
+        return copied + ahead, int(stats["in_place_bytes"]) + int(kv["in_place_bytes"])
 
-    def decode_on() -> tuple[int, float]:
+    def decode_on() -> tuple[int, int, float]:
         begin_s, before = clock(), moved()
         while clock() - begin_s < seconds:
             if not sender.driver.has_unfinished:
                 send()
             sender.driver.step()
-        return moved() - before, clock() - begin_s
+        after = moved()
+        return after[0] - before[0], after[1] - before[1], clock() - begin_s
 
+    factor = None
     if counter is None:
-        (num_bytes, wall_s), counted_gb_s = decode_on(), None
+        (copied, in_place, wall_s), counted_gb_s = decode_on(), None
     else:
-        (num_bytes, wall_s), counted_gb_s = counter.measured(decode_on)
+        (copied, in_place, wall_s), counted_gb_s = counter.measured(decode_on)
+        factor = counter.factors.of(copied, in_place)
     sender.driver.cancel("its time is over")
     sender.driver.drain()
     return {
         "wall_s": wall_s,
-        "engine_gb_s": num_bytes / wall_s / 1e9,
-        "nvml_gb_s": counted_gb_s,
-        "factor": None if counter is None else counter.factor,
+        "engine_gb_s": (copied + in_place) / wall_s / 1e9,
+        "nvml_gb_s": counted_gb_s * factor if counted_gb_s and factor else None,
+        "factor": factor,
     }
 
 

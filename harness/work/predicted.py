@@ -115,6 +115,17 @@ def kv_link_share(metrics: Mapping[str, float | None]) -> dict[str, float | None
     return {"kv/link_share": ratio(metrics["kv/h2d_gb_s"] or 0.0, probed_h2d_gb_s(metrics))}
 
 
+def moved_bytes(totals: StepTotals, metrics: Mapping[str, float | None]) -> tuple[int, int]:
+    """Return what a part moved from host to device: bytes copied, bytes that kernels read there.
+
+    `metrics` has those of its KV cache. Weights and experts are those of decode steps.
+    """
+    copied_gib = ("kv/loaded_gib", "kv/copied_ahead_gib", "kv/staged_prefill_gib")
+    copied = sum(metrics.get(name) or 0.0 for name in copied_gib) * GIB
+    in_place = (metrics.get("kv/in_place_gib") or 0.0) * GIB + totals.decode_expert_bytes
+    return round(copied) + totals.decode_copied_bytes, round(in_place) + totals.decode_read_bytes
+
+
 def transfer_metrics(
     totals: StepTotals, metrics: Mapping[str, float | None]
 ) -> dict[str, float | None]:

@@ -77,7 +77,7 @@ LISTED: Final[Mapping[str, str]] = {
     "link/nvml_h2d_gb_s": (
         "bytes that the GPU's own counter received over PCIe per second of the last timed part"
         " of latency, throughput, serve: mean of five or more windows of 20 ms, one every 5 s"
-        " or more, x what copies of known size are of its reading before"
+        " or more, x what copies and reads in place of known size are of its reading before"
     ),
     "link/pcie_rx_gb_s": (
         "bytes that the GPU received over PCIe, packet headers included: mean of the windows of"

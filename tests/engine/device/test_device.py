@@ -190,10 +190,11 @@ def test_probes_leave_nothing_behind() -> None:
     probe.probe_link("cuda")
     before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
     found = probe.probe_link("cuda")
-    num_bytes, begin_s, end_s = probe.stream_link(0.3, "cuda")
+    copied, read = (probe.stream_link(0.3, "cuda", in_place=in_place) for in_place in (False, True))
     after = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
     assert after == before
-    assert found["h2d_gb_s"] == pytest.approx(num_bytes / (end_s - begin_s) / 1e9, rel=0.1)
+    for name, (num_bytes, begin_s, end_s) in (("h2d_gb_s", copied), ("in_place_gb_s", read)):
+        assert found[name] == pytest.approx(num_bytes / (end_s - begin_s) / 1e9, rel=0.1)
 
 
 def test_a_block_of_the_kv_cache_is_one_run_of_bytes() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.device.gpu import Gpu
-from harness.observe.link import LinkCounter, Reading, calibrate, mean_rate
+from harness.observe.link import LinkCounter, LinkFactors, Reading, calibrate, mean_rate
 from harness.systems.door import LinkWatch
 from harness.work.drive import StepTotals
 from harness.work.predicted import link_notes, transfer_metrics, transfer_reasons
@@ -51,18 +51,38 @@ def test_the_factor_is_known_bytes_over_the_reading():
     assert factor == pytest.approx(1 / 1.05)
 
 
-def test_calibrated_readings_are_payload():
+def test_what_the_counter_told_meanwhile_is_returned():
     counter = Counter(payload_gb_s=40.0)
-    meter = LinkCounter(counter.read, 1 / 1.05, clock=counter.clock)
-    done, rate_gb_s = meter.measured(counter.await_windows)
+    meter = LinkCounter(counter.read, LinkFactors(copied=1 / 1.05), clock=counter.clock)
+    done, counted_gb_s = meter.measured(counter.await_windows)
     assert done
-    assert rate_gb_s == pytest.approx(40)
+    assert counted_gb_s == pytest.approx(40 * 1.05)
+
+
+@pytest.mark.parametrize(
+    ("copied", "in_place", "factor"),
+    [
+        (10, 0, 0.9),
+        (0, 10, 0.6),
+        (0, 0, 0.9),
+        (9, 6, 15 / 20),  # 9 bytes are counted as 10, and 6 as 10
+    ],
+)
+def test_traffic_of_two_kinds_has_a_factor_between_theirs(copied, in_place, factor):
+    factors = LinkFactors(copied=0.9, in_place=0.6)
+    assert factors.of(copied, in_place) == pytest.approx(factor)
+
+
+def test_a_kind_that_was_not_calibrated_has_no_factor():
+    assert LinkFactors(copied=0.9).of(10, 1) is None
+    assert LinkFactors(in_place=0.6).of(10, 1) is None
+    assert LinkFactors(in_place=0.6).of(0, 1) == 0.6
 
 
 def test_no_counter_is_none_and_copies_nothing():
     counter = Counter(payload_gb_s=None)
     assert calibrate(counter.read, lambda seconds: pytest.fail("copied")) is None
-    assert LinkCounter(counter.read, None).measured(lambda: 7) == (7, None)
+    assert LinkCounter(counter.read, LinkFactors()).measured(lambda: 7) == (7, None)
 
 
 def test_a_counter_that_stands_still_calibrates_nothing():
@@ -73,13 +93,14 @@ def test_a_counter_that_stands_still_calibrates_nothing():
 def test_a_counter_that_ends_meanwhile_is_none():
     counter = Counter()
     values = iter([1.0, 1.0])
-    reader = LinkCounter(lambda: next(values, None), 1.0, clock=counter.clock)
+    factors = LinkFactors(copied=1.0)
+    reader = LinkCounter(lambda: next(values, None), factors, clock=counter.clock)
     assert reader.measured(lambda: 1) == (1, None)
 
 
 def test_reading_ends_when_the_work_fails():
     counter = Counter()
-    meter = LinkCounter(counter.read, 1.0, clock=counter.clock)
+    meter = LinkCounter(counter.read, LinkFactors(copied=1.0), clock=counter.clock)
 
     def work():
         assert counter.await_windows()
@@ -121,42 +142,49 @@ def test_nvml_counts_kilobytes_that_the_gpu_received():
     assert Gpu(PcieNvml(), 0).link_rx_gb_s() == pytest.approx(52 * 1.024)
 
 
-def test_copies_of_known_size_are_for_the_counter():
+@pytest.mark.parametrize("can_read", [True, False])
+def test_the_counter_is_calibrated_for_copies_and_for_reads_in_place(can_read):
     door, _ = fake_door(Script())
-    nvml = PcieNvml()
+    nvml, asked = PcieNvml(), []
 
-    def stream(config, seconds):
+    def stream(config, seconds, *, in_place=False):
+        asked.append(in_place)
         begin_s = time.perf_counter()
         nvml.await_readings(7)
         end_s = time.perf_counter()
-        return round(50e9 * (end_s - begin_s)), begin_s, end_s
+        gb_s = 25 if in_place else 50
+        return round(gb_s * 1e9 * (end_s - begin_s)), begin_s, end_s
 
-    watch = LinkWatch(replace(door, stream=stream), None)
+    rates = {"h2d_gb_s": 50.0, "in_place_gb_s": 25.0 if can_read else None}
+    watch = LinkWatch(replace(door, stream=stream, probe=lambda config: rates), None)
     watch.before(Gpu(nvml, 0))
-    assert watch.factor == pytest.approx(50 / (52 * 1.024))
+    assert watch.factors.copied == pytest.approx(50 / (52 * 1.024))
+    assert watch.factors.in_place == (pytest.approx(25 / (52 * 1.024)) if can_read else None)
+    assert asked == ([False, True] if can_read else [False])
 
 
 def test_nothing_is_copied_for_a_counter_that_is_not_there():
     door, _ = fake_door(Script())
-    watch = LinkWatch(replace(door, stream=lambda config, seconds: pytest.fail("copied")), None)
+    watch = LinkWatch(replace(door, stream=lambda *_, **__: pytest.fail("copied")), None)
     watch.before(Gpu(SimpleNamespace(), 0))
-    assert watch.factor is None
+    assert watch.factors == LinkFactors()
 
 
 def test_nothing_is_copied_where_nothing_can_be_pinned():
     door, _ = fake_door(Script())
     nothing = {"h2d_gb_s": None, "in_place_gb_s": None}
-    door = replace(door, probe=lambda config: nothing, stream=lambda *_: pytest.fail("copied"))
+    stream = lambda *_, **__: pytest.fail("copied")  # noqa: E731
+    door = replace(door, probe=lambda config: nothing, stream=stream)
     watch = LinkWatch(door, None)
     assert watch.before(Gpu(PcieNvml(), 0)) == nothing
-    assert watch.factor is None
+    assert watch.factors == LinkFactors()
 
 
 def test_without_a_gpu_nothing_is_counted():
     door, _ = fake_door(Script())
     watch = LinkWatch(door, None)
     assert watch.before(None)["h2d_gb_s"] == 0.00002
-    assert watch.factor is None
+    assert watch.factors == LinkFactors()
     others = dict.fromkeys(
         f"link/{k}_after_gb_s" for k in ("d2h", "two_way", "in_place", "hbm_copy")
     )

@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import ConfigError
 from harness.config.study import TIERS_PARTS, TiersScenario
-from harness.observe.link import LinkCounter
+from harness.observe.link import LinkCounter, LinkFactors
 from harness.work.kv import counts, since
 from harness.work.tiers import PARTS, Tiers, measure_tiers
 from tests.harness.studies.kv_engine import BLOCK, Clock, TieredLLM
@@ -178,11 +178,12 @@ def test_one_sequence_is_resident_then_beyond_the_room(clock):
 
 def test_what_the_longest_sequence_reads_is_held_against_the_counter(clock):
     llm = TieredLLM(clock, gpu_blocks=20, cpu_blocks=60, max_model_len=256)
-    counter = LinkCounter(lambda: None, 0.9, clock=clock)
-    counter.measured = lambda work: (work(), 3.0)
+    factors = LinkFactors(copied=0.9, in_place=0.6)
+    counter = LinkCounter(lambda: None, factors, clock=clock)
+    counter.measured = lambda work: (work(), 5.0)
     work = replace(WORK, counter_s=0.5)
     found = PARTS["long"](Tiers(llm, clock, counter), work)["counter"]
-    assert (found["nvml_gb_s"], found["factor"]) == (3.0, 0.9)
+    assert (found["nvml_gb_s"], found["factor"]) == (3.0, 0.6)  # it reads KV in place
     assert 0.5 <= found["wall_s"] < 0.6
     # From 129 tokens on, one more a step; 80 of them are on the GPU.
     far, wall_s, num = 49, 0.0, 0
