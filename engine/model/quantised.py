@@ -89,14 +89,37 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Grouped(UnpackedFormat):
-    """Values and scales of groups, all parts in one scheme."""
-
-    whole_views: ClassVar[frozenset[str]] = frozenset({"columns", "table"})
+class _OfOneScheme(UnpackedFormat):
+    """A format of which all parts are stored in one scheme."""
 
     scheme: Scheme
     dtype: str
     """That the engine computes in."""
+
+    def parameters(self, tensor: TensorSpec) -> tuple[ParamSpec, ...]:
+        """List the arrays of a checkpoint that it is made from."""
+        return tuple(p for part in tensor.parts for _, p in _stored(self.scheme, part))
+
+    def sources(self, tensor: TensorSpec) -> Iterator[Source]:
+        """Yield one for each parameter."""
+        row = 0
+        for part in tensor.parts:
+            yield from sources_of(self.scheme, part, row)
+            row += part.shape[0]
+
+    def targets(
+        self,
+        tensor: TensorSpec,  # noqa: ARG002
+        views: Mapping[str, Any],  # noqa: ARG002
+    ) -> Iterable[tuple[ParamSpec, Any]]:
+        """Yield nothing: all is made of `sources`."""
+        return ()
+
+
+class Grouped(_OfOneScheme):
+    """Values and scales of groups."""
+
+    whole_views: ClassVar[frozenset[str]] = frozenset({"columns", "table"})
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -157,20 +180,9 @@ class Grouped(UnpackedFormat):
         found = Products.of(ops.quantised)
         return found._replace(kernels_of=partial(found.kernels_of, stored=stored))
 
-    def parameters(self, tensor: TensorSpec) -> tuple[ParamSpec, ...]:
-        """List the arrays of a checkpoint that it is made from."""
-        return tuple(p for part in tensor.parts for _, p in _stored(self.scheme, part))
-
     def token_elements(self, tensor: TensorSpec) -> int:
         """Those of inputs that are brought into the order of the columns."""
         return tensor.shape[1] if self.scheme.ordered else 0
-
-    def sources(self, tensor: TensorSpec) -> Iterator[Source]:
-        """Yield one for each parameter."""
-        row = 0
-        for part in tensor.parts:
-            yield from sources_of(self.scheme, part, row)
-            row += part.shape[0]
 
     def dummies(self, tensor: TensorSpec) -> Iterator[tuple[str, float | str]]:
         """Yield views of weights with a standard deviation of about 0.02 and a mean of 0."""
@@ -195,14 +207,6 @@ class Grouped(UnpackedFormat):
         for view in self.views(tensor):
             yield view.name, values.get(view.name, "bytes")
 
-    def targets(
-        self,
-        tensor: TensorSpec,  # noqa: ARG002
-        views: Mapping[str, Any],  # noqa: ARG002
-    ) -> Iterable[tuple[ParamSpec, Any]]:
-        """Yield nothing: all is made of `sources`."""
-        return ()
-
     def operand(
         self, tensor: TensorSpec, views: Mapping[str, Any], ops: Operators, scratch: Any = None
     ) -> Any:
@@ -222,13 +226,9 @@ class Grouped(UnpackedFormat):
         )
 
 
-@dataclass(frozen=True)
-class Rewritten(UnpackedFormat):
+class Rewritten(_OfOneScheme):
     """Plain elements that are put into another order, or have 1 subtracted."""
 
-    scheme: Scheme
-    dtype: str
-    """That the engine computes in."""
     is_restored: ClassVar[bool] = False
 
     @property
@@ -252,38 +252,15 @@ class Rewritten(UnpackedFormat):
         """Return those of plain weights."""
         return FORMATS[self.dtype].products(ops)
 
-    def parameters(self, tensor: TensorSpec) -> tuple[ParamSpec, ...]:
-        """List its parameters."""
-        return tuple(p for part in tensor.parts for _, p in _stored(self.scheme, part))
-
-    def sources(self, tensor: TensorSpec) -> Iterator[Source]:
-        """Yield one for each parameter."""
-        row = 0
-        for part in tensor.parts:
-            yield from sources_of(self.scheme, part, row)
-            row += part.shape[0]
-
     def dummies(self, tensor: TensorSpec) -> Iterator[tuple[str, float | str]]:  # noqa: ARG002
         """Yield the tensor itself, which has the noise of plain ones."""
         yield "", "noise"
 
-    def targets(
-        self,
-        tensor: TensorSpec,  # noqa: ARG002
-        views: Mapping[str, Any],  # noqa: ARG002
-    ) -> Iterable[tuple[ParamSpec, Any]]:
-        """Yield nothing: all is made of `sources`."""
-        return ()
-
     def operand(
-        self,
-        tensor: TensorSpec,  # noqa: ARG002
-        views: Mapping[str, Any],
-        ops: Operators,  # noqa: ARG002
-        scratch: Any = None,  # noqa: ARG002
+        self, tensor: TensorSpec, views: Mapping[str, Any], ops: Operators, scratch: Any = None
     ) -> Any:
         """Return the tensor itself."""
-        return views[""]
+        return FORMATS[self.dtype].operand(tensor, views, ops, scratch)
 
 
 @dataclass(frozen=True)
