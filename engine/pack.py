@@ -29,7 +29,7 @@ from engine.weights.kept import (
     require_room,
     source_identity,
 )
-from engine.weights.reader import CheckpointReader, pack
+from engine.weights.reader import CheckpointReader, batches, pack
 
 GROUP_BYTES: Final = 256 * 2**20
 """Host memory of the tensors that are packed at a time, unless one takes more."""
@@ -207,18 +207,13 @@ def _described(
 
 def _groups(formats: TensorFormats, tensors: Sequence[TensorSpec]) -> Iterator[list[Packed]]:
     """Yield some tensors at a time, with arrays in host memory."""
-    group: list[Packed] = []
-    room = GROUP_BYTES
-    for tensor in tensors:
-        size = formats.num_bytes(tensor)
-        if group and size > room:
-            yield group
-            group, room = [], GROUP_BYTES
-        arrays = {
-            view.name: torch.empty(view.shape, dtype=getattr(torch, view.dtype))
-            for view in formats[tensor.name].views(tensor)
-        }
-        group.append((tensor, arrays))
-        room -= size
-    if group:
-        yield group
+    for group in batches(((each, formats.num_bytes(each)) for each in tensors), GROUP_BYTES):
+        yield [(tensor, _room_for(tensor, formats)) for tensor in group]
+
+
+def _room_for(tensor: TensorSpec, formats: TensorFormats) -> dict[str, torch.Tensor]:
+    """Return the arrays of a packed tensor, in host memory."""
+    return {
+        view.name: torch.empty(view.shape, dtype=getattr(torch, view.dtype))
+        for view in formats[tensor.name].views(tensor)
+    }

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -269,20 +269,19 @@ class _Block(NamedTuple):
     stop: int
 
 
-def _batches(
-    formats: TensorFormats, tensors: Iterable[TensorSpec], num_bytes: int
-) -> Iterator[list[_Block]]:
-    """Yield as many blocks at a time as have room, in order."""
-    batch: list[_Block] = []
-    room = num_bytes
-    for tensor, form in formats.packed(tensors):
-        block_bytes = formats.block_bytes(tensor, form)
-        for start, stop in chunks(tensor.shape[0], form.block_rows(tensor)):
-            if block_bytes > room:
-                yield batch
-                batch, room = [], num_bytes
-            batch.append(_Block(tensor, start, stop))
-            room -= block_bytes
+T = TypeVar("T")
+
+
+def batches(items: Iterable[tuple[T, int]], most_bytes: int) -> Iterator[list[T]]:
+    """Yield items in order, each given with its bytes: as many at a time as have room, or one."""
+    batch: list[T] = []
+    room = most_bytes
+    for item, num_bytes in items:
+        if batch and num_bytes > room:
+            yield batch
+            batch, room = [], most_bytes
+        batch.append(item)
+        room -= num_bytes
     if batch:
         yield batch
 
@@ -320,7 +319,12 @@ def pack(
     size = formats.batch_bytes(arrays)
     with device.scratch(size, formats.packing_bytes(arrays) - size) as raw:
         scratch = raw.view(TORCH_DTYPES[formats.default.name])
-        for batch in _batches(formats, arrays, size):
+        blocks = (
+            (_Block(tensor, start, stop), formats.block_bytes(tensor, form))
+            for tensor, form in formats.packed(arrays)
+            for start, stop in chunks(tensor.shape[0], form.block_rows(tensor))
+        )
+        for batch in batches(blocks, size):
             rows, at = [], 0
             for tensor, start, stop in batch:
                 shape = stop - start, *tensor.shape[1:]
@@ -366,7 +370,7 @@ def unpack(
     most = max(source.num_bytes for source, _ in todo)
     size = max(most, min(PACK_BATCH_BYTES, sum(source.num_bytes for source, _ in todo)))
     with device.scratch(size, max(source.scratch_bytes for source, _ in todo)) as raw:
-        for batch in _source_batches(todo, size):
+        for batch in batches(((each, each[0].num_bytes) for each in todo), size):
             arrays, at = [], 0
             for source, _ in batch:
                 found = {}
@@ -388,21 +392,6 @@ def unpack(
                 for (source, views), found in zip(batch, arrays, strict=True):
                     layouts.make(source, found, views)
                 device.synchronize()
-
-
-def _source_batches(
-    todo: Iterable[tuple[Any, Mapping[str, torch.Tensor]]], num_bytes: int
-) -> Iterator[list[tuple[Any, Mapping[str, torch.Tensor]]]]:
-    """Yield as many sources at a time as have room, in order."""
-    batch: list[tuple[Any, Mapping[str, torch.Tensor]]] = []
-    room = num_bytes
-    for each in todo:
-        if each[0].num_bytes > room:
-            yield batch
-            batch, room = [], num_bytes
-        batch.append(each)
-        room -= each[0].num_bytes
-    yield batch
 
 
 class CheckpointReader:
