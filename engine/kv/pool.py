@@ -347,10 +347,7 @@ class TieredBlockPool:
 
     def num_too_many(self, found: Sequence[int]) -> int:
         """Return for how many host blocks of those found the GPU has no room now."""
-        first_host, owners = self.num_gpu_blocks, self.states.owners
-        hosts = len([b for b in found if b >= first_host])
-        idle = len([b for b in found if b < first_host and not owners[b]])
-        return max(0, hosts + idle - self.num_free)
+        return max(0, self._num_taken(found) - self.num_free)
 
     def num_allocatable(self, room: Room, keep: int = 0) -> int:
         """Return how many blocks `allocate` can hand out now."""
@@ -456,10 +453,8 @@ class TieredBlockPool:
 
     def can_claim(self, found: Sequence[int], *, in_place: int = 0) -> bool:
         """Return whether `claim` with the same arguments would succeed."""
-        first_host, owners = self.num_gpu_blocks, self.states.owners
-        loads = len([b for b in found if b >= first_host])
-        idle = len([b for b in found if b < first_host and not owners[b]])
-        return loads - len(self._stay_in_place(found, in_place)) + idle <= self.num_free
+        num_staying = len(self._stay_in_place(found, in_place))
+        return self._num_taken(found) - num_staying <= self.num_free
 
     def claim(
         self,
@@ -660,6 +655,11 @@ class TieredBlockPool:
     def _in_place_lists(self) -> tuple[BlockList, ...]:
         """Return host blocks without an owner that compute reaches, the next to give way first."""
         return self.states.cpu_free[0], self.states.cpu_spare[0], self.states.cpu_only[0]
+
+    def _num_taken(self, found: Sequence[int]) -> int:
+        """Return how many GPU blocks without an owner the blocks found take, all on the GPU."""
+        first_host, owners = self.num_gpu_blocks, self.states.owners
+        return len([b for b in found if b >= first_host or not owners[b]])
 
     def _lone(self, block_ids: Iterable[int]) -> list[int]:
         """Return the GPU blocks that have one owner."""
