@@ -192,11 +192,9 @@ class AsyncLLM:
         answers: list[CompletionOutput] = []
         num_cached_tokens: int | None = None
         prompt_logprobs: list[dict[int, float] | None] | None = None
-        form = await self._prepare(params)
-        stream = self._submit(prompt, params, request_id, priority)
-        stream.form = form
+        stream = await self._begin(prompt, params, request_id, priority)
         async with contextlib.aclosing(self._follow(stream)) as parts:
-            async for _, events, is_last in parts:
+            async for events, is_last in parts:
                 if not answers:
                     num = 1 if stream.params is None else stream.params.n
                     nothing = partial(CompletionOutput, cumulative_logprob=0.0)
@@ -245,23 +243,20 @@ class AsyncLLM:
             tell_start: Yield first, maybe without tokens, once the engine took the request: what
                 is wrong with it was raised before.
         """
-        form = await self._prepare(params)
-        stream = self._submit(prompt, params, request_id, priority, tell_start=tell_start)
-        stream.form = form
+        stream = await self._begin(prompt, params, request_id, priority, tell_start=tell_start)
         async with contextlib.aclosing(self._follow(stream)) as parts:
-            async for _, events, _ in parts:
+            async for events, _ in parts:
                 if events or tell_start:
                     yield events
                 tell_start = False
 
-    async def _follow(
-        self, stream: Stream
-    ) -> AsyncGenerator[tuple[Stream, list[TokenEvent], bool], None]:
+    async def _follow(self, stream: Stream) -> AsyncGenerator[tuple[list[TokenEvent], bool], None]:
+        """Yield what `Stream.next` returns; leaving drops the request."""
         is_last = False
         try:
             while not is_last:
                 events, is_last = await stream.next()
-                yield stream, events, is_last
+                yield events, is_last
         finally:
             if not is_last:
                 self._commands.put(partial(self._abort, stream.request_id, stream))
@@ -282,7 +277,7 @@ class AsyncLLM:
                 f"requests, got {len(self._pending)}. Send it later, or raise max_pending."
             )
 
-    def _submit(
+    async def _begin(
         self,
         prompt: Any,
         params: Any,
@@ -292,6 +287,7 @@ class AsyncLLM:
         tell_start: bool = False,
     ) -> Stream:
         """Queue a request for the engine's thread."""
+        form = await self._prepare(params)
         if request_id is not None:
             check_request_id(request_id)
         if os.getpid() != self._owner:
@@ -315,7 +311,7 @@ class AsyncLLM:
             prompt = list(prompt) if isinstance(prompt, list) else prompt
             params = params.copied() if isinstance(params, SamplingParams) else params
             stream = Stream(request_id, prompt, params, priority)
-            stream.tells_start = tell_start
+            stream.form, stream.tells_start = form, tell_start
             self._pending[request_id] = stream
             self._commands.put(partial(self._add, stream))
         return stream
