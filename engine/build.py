@@ -39,7 +39,7 @@ from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from engine.weights.kept import DAMAGED, KeptCopy, Packed, keep, source_identity
 from engine.weights.reader import CheckpointReader, DummyWeights, pack, unpack
 from engine.weights.store import OPERATORS, WeightStore
-from kernels.compile_time import LISTENER, Compilation, CudaError
+from kernels.compile_time import Compilation, CudaError, count_compile_time
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the bytes done and the bytes in all."""
@@ -514,72 +514,3 @@ def _open_copy(config: EngineConfig) -> KeptCopy | None:
     checkpoint = Path(config.model.path or "")
     folder = copy_folder(Path(config.kept_folder), checkpoint)
     return KeptCopy(folder, source_identity(checkpoint))
-
-
-class CompileTime:
-    """Counts kernels and the time of compiling them."""
-
-    def __init__(self) -> None:
-        self._microseconds = 0
-        self.num_kernels = 0
-        """Kernels compiled since counting began; those found in Triton's cache are not."""
-
-    def add(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
-        """Count one kernel; Triton calls this."""
-        self._microseconds += times.total
-        self.num_kernels += not cache_hit
-
-    def add_s(self, seconds: float) -> None:
-        """Count one kernel that Triton has no part in."""
-        self._microseconds += round(seconds * 1e6)
-        self.num_kernels += 1
-
-    def take_s(self) -> float:
-        """Return the seconds since the last call."""
-        seconds, self._microseconds = self._microseconds / 1e6, 0
-        return seconds
-
-
-@contextlib.contextmanager
-def count_compile_time(*, enabled: bool) -> Iterator[CompileTime]:
-    """Count while open; without Triton's where it does not tell (before 3.4).
-
-    Args:
-        enabled: Whether kernels run at all; Triton is imported only then.
-    """
-    counted = CompileTime()
-    token = LISTENER.set(counted.add_s if enabled else None)
-    try:
-        with _triton_told(counted if enabled else None):
-            yield counted
-    finally:
-        LISTENER.reset(token)
-
-
-@contextlib.contextmanager
-def _triton_told(counted: CompileTime | None) -> Iterator[None]:
-    """Let Triton tell what it compiles, beside whom it tells already."""
-    compilation = None if counted is None else _compilation_knobs()
-    if counted is None or compilation is None:
-        yield
-        return
-    before = compilation.listener
-
-    def listen(**facts: Any) -> None:
-        counted.add(**facts)
-        if before is not None:
-            before(**facts)
-
-    compilation.listener = listen
-    try:
-        yield
-    finally:
-        compilation.listener = before
-
-
-def _compilation_knobs() -> Any:
-    try:
-        from triton import knobs  # noqa: PLC0415  not on every machine
-    except ImportError:
-        return None
-    return knobs.compilation if hasattr(knobs.compilation, "listener") else None

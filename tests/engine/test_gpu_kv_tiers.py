@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from engine import LLM
-from engine.build import count_compile_time
 from engine.device.cuda import CUDACopyStream
 from engine.kv.memory import BlockMover
 from engine.kv.moves import MoveBatch
 from engine.plan import long as long_rates
 from engine.plan.sizes import CopyAhead
 from engine.run.executor import DeviceExecutor
+from kernels.compile_time import count_compile_time
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.groups import SIX, WINDOWS, Masked, with_windows

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.build import count_compile_time
-from kernels.compile_time import LISTENER
+from kernels.compile_time import LISTENER, count_compile_time
 
 
 def tell(listener: Any, microseconds: int, *, cache_hit: bool = False) -> None:
@@ -70,7 +69,7 @@ def test_nothing_is_counted_without_triton(monkeypatch: pytest.MonkeyPatch) -> N
     with count_compile_time(enabled=False) as counted:
         assert compilation.listener is None
     assert counted.take_s() == 0.0
-    monkeypatch.setattr("engine.build._compilation_knobs", lambda: None)
+    monkeypatch.setattr("kernels.compile_time._compilation_knobs", lambda: None)
     with count_compile_time(enabled=True) as counted:
         assert compilation.listener is None
     assert counted.take_s() == 0.0
