@@ -10,10 +10,10 @@ from engine.errors import CheckpointError
 from engine.model.formats import FORMATS
 from engine.model.quantised import ROUTERS, Quantisation
 from engine.model.schemes import (
-    BITS,
     GGUF_NORM,
     GGUF_ROWS,
     GGUF_TYPES,
+    LAYOUTS,
     LINEAR,
     MXFP4,
     Scheme,
@@ -185,8 +185,9 @@ def _scheme_of(weights: Mapping[str, Any], kind: Any, dtype: str) -> Scheme:
         kind = f"{number}-quantized"
     if kind not in {"pack-quantized", "int-quantized", "float-quantized"}:
         raise _refused(f"got compressed-tensors with format={kind!r}")
-    if bits not in BITS[kind] or number != ("float" if kind == "float-quantized" else "int"):
-        expected = " or ".join(map(str, BITS[kind]))
+    known, wanted = LAYOUTS[kind].bits, "float" if kind == "float-quantized" else "int"
+    if bits not in known or number != wanted:
+        expected = " or ".join(map(str, known))
         raise _refused(f"got {kind} with {number}{bits}, expected {expected} bits")
     strategy, symmetric = weights.get("strategy"), bool(weights.get("symmetric", True))
     group, rows = 0, 1

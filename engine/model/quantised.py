@@ -27,7 +27,6 @@ from engine.model.formats import (
     align,
 )
 from engine.model.schemes import (
-    BITS,
     ELEMENT_BYTES,
     EXPERT_BIAS,
     EXPERT_ROWS,
@@ -635,7 +634,8 @@ class _Rule:
 def _check(scheme: Scheme) -> None:
     """Raise ConfigError for a scheme that nothing reads."""
     dtypes = ("uint8",) if scheme.layout == MXFP4 else tuple(FORMATS)
-    if scheme.bits not in BITS.get(scheme.layout, ()) or scheme.scale_dtype not in dtypes:
+    layout = LAYOUTS.get(scheme.layout)
+    if layout is None or scheme.bits not in layout.bits or scheme.scale_dtype not in dtypes:
         raise ConfigError(
             f"model.spec.quantization: expected a layout among {', '.join(LAYOUTS)} with bits and "
             f"scale_dtype that it has, got layout={scheme.layout}, bits={scheme.bits}, "

@@ -1,8 +1,9 @@
 """How a linear layer of a quantised checkpoint is stored, and what its arrays are; no torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 TILE: Final = 64
 TILE_ROWS: Final = 16
@@ -87,7 +88,8 @@ class Scheme:
     @property
     def gguf_type(self) -> str:
         """Type of a GGUF file; empty: of no such file."""
-        return self.layout.removeprefix("gguf-").upper() if self.layout in _GGUF_LAYOUTS else ""
+        word = self.layout.removeprefix("gguf-").upper()
+        return word if word in GGUF_TYPES else ""
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,6 @@ _GGUF_HAS: Final = MappingProxyType(
     }
 )
 _GGUF_OFFSETS: Final = MappingProxyType({"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32})
-_GGUF_LAYOUTS: Final = frozenset(f"gguf-{word.lower()}" for word in GGUF_TYPES)
 
 
 def _gguf(scheme: Scheme, rows: int, columns: int) -> Arrays:
@@ -271,51 +272,41 @@ def _rounded(scheme: Scheme, rows: int, columns: int) -> Arrays:
     return Arrays(f"uint{scheme.bits}", (("weight", (rows, columns), None),), has=("zero",))
 
 
+class Layout(NamedTuple):
+    """One way to store a matrix."""
+
+    arrays: Callable[[Scheme, int, int], Arrays]
+    """Returns what it keeps of a matrix of so many rows and columns."""
+    bits: tuple[int, ...]
+    """Bits that a value may have."""
+
+
 LAYOUTS: Final = MappingProxyType(
     {
-        ROUNDED: _rounded,
-        **dict.fromkeys(_GGUF_LAYOUTS, _gguf),
-        GGUF_ROWS: _plain,
-        GGUF_NORM: _norm,
-        EXPERT_ROWS: _expert_rows,
-        EXPERT_BIAS: _expert_bias,
-        MXFP4: _mxfp4,
-        "awq": _awq,
-        "gptq": _gptq,
-        "nf4": _nf4,
-        "pack-quantized": _packed,
-        "int-quantized": _bytes,
-        "float-quantized": _bytes,
-        "fp8": _bytes,
+        ROUNDED: Layout(_rounded, (4, 8)),
+        **{f"gguf-{word.lower()}": Layout(_gguf, (int(word[1]),)) for word in GGUF_TYPES},
+        GGUF_ROWS: Layout(_plain, (16,)),
+        GGUF_NORM: Layout(_norm, (32,)),
+        EXPERT_ROWS: Layout(_expert_rows, (16,)),
+        EXPERT_BIAS: Layout(_expert_bias, (16,)),
+        MXFP4: Layout(_mxfp4, (4,)),
+        "awq": Layout(_awq, (4,)),
+        "gptq": Layout(_gptq, (4, 8)),
+        "nf4": Layout(_nf4, (4,)),
+        "pack-quantized": Layout(_packed, (4, 8)),
+        "int-quantized": Layout(_bytes, (8,)),
+        "float-quantized": Layout(_bytes, (8,)),
+        "fp8": Layout(_bytes, (8,)),
     }
 )
-"""What each layout keeps of a matrix, by name."""
-BITS: Final = MappingProxyType(
-    {
-        **{f"gguf-{word.lower()}": (int(word[1]),) for word in GGUF_TYPES},
-        ROUNDED: (4, 8),
-        GGUF_ROWS: (16,),
-        GGUF_NORM: (32,),
-        EXPERT_ROWS: (16,),
-        EXPERT_BIAS: (16,),
-        MXFP4: (4,),
-        "awq": (4,),
-        "nf4": (4,),
-        "gptq": (4, 8),
-        "pack-quantized": (4, 8),
-        "int-quantized": (8,),
-        "float-quantized": (8,),
-        "fp8": (8,),
-    }
-)
-"""Bits of a value in each layout."""
+"""Every layout by name."""
 _WORDS: Final = frozenset({"awq", "gptq"})
 """Layouts that keep values of several rows in one word."""
 
 
 def arrays_of(scheme: Scheme, rows: int, columns: int) -> Arrays:
     """Return what a scheme keeps of a matrix."""
-    return LAYOUTS[scheme.layout](scheme, rows, columns)
+    return LAYOUTS[scheme.layout].arrays(scheme, rows, columns)
 
 
 def why_not(scheme: Scheme, rows: int, columns: int) -> str:
