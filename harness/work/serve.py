@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from engine.async_llm import AsyncLLM
 from harness.config.serve import PeakSearch, ServeScenario
@@ -170,36 +170,51 @@ def measure_serve(
         finally:
             door.release()
 
-    def serve(schedule: Schedule) -> tuple[list[ServedRequest], Reuse]:
+    def serve(schedule: Schedule) -> Run:
         check_counted(schedule, config)
         before = hit_tokens(llm.stats())
         served: list[ServedRequest] = run_async(send(schedule))
         sent = [request for request in served if request.sent_s is not None]
-        return served, reuse_since(before, llm.stats(), sent, lambda: sent_tokens(schedule, sent))
+        reuse = reuse_since(before, llm.stats(), sent, lambda: sent_tokens(schedule, sent))
+        return Run(schedule, served, reuse)
 
     if config.search is None:
-        served, reuse = serve(load.first)
-        outcome = judge(config, load.first, served, t)
-        note_reuse(outcome, "serve", reuse)
-        return outcome, totals
-    found: dict[float, tuple[Schedule, list[ServedRequest], Reuse]] = {}
+        return _outcome(config, serve(load.first), t), totals
+    return _search(load, config.search, serve, t), totals
+
+
+class Run(NamedTuple):
+    """What was sent at one rate, and what came of it."""
+
+    schedule: Schedule
+    served: list[ServedRequest]
+    reuse: Reuse
+
+
+def _outcome(config: ServeScenario, run: Run, t: Quantile) -> Outcome:
+    outcome = judge(config, run.schedule, run.served, t)
+    note_reuse(outcome, "serve", run.reuse)
+    return outcome
+
+
+def _search(
+    load: Load, search: PeakSearch, serve: Callable[[Schedule], Run], t: Quantile
+) -> Outcome:
+    """Return the figures of the highest rate that passed; of the lowest where it failed."""
+    runs: dict[float, Run] = {}
 
     def measure(rate_per_s: float) -> float:
-        trial = len(found) + 1
-        schedule = load.schedule(rate_per_s, trial) if found else load.first
-        served, reuse = serve(schedule)
-        found[rate_per_s] = (schedule, served, reuse)
-        return good_share(config, schedule, served)
+        schedule = load.schedule(rate_per_s, len(runs) + 1) if runs else load.first
+        runs[rate_per_s] = serve(schedule)
+        return good_share(load.config, schedule, runs[rate_per_s].served)
 
-    peak = search_peak(config.search, measure)
-    shown = config.search.low_per_s if peak.rate_per_s is None else peak.rate_per_s
-    schedule, served, reuse = found[shown]
-    outcome = judge(config, schedule, served, t)
-    note_reuse(outcome, "serve", reuse)
-    others = (served for rate_per_s, (_, served, _) in found.items() if rate_per_s != shown)
-    outcome.num_unlisted_tokens = sum(len(item.token_ids) for served in others for item in served)
+    peak = search_peak(search, measure)
+    shown = runs.pop(search.low_per_s if peak.rate_per_s is None else peak.rate_per_s)
+    outcome = _outcome(load.config, shown, t)
+    others = [request for run in runs.values() for request in run.served]
+    outcome.num_unlisted_tokens = sum(len(request.token_ids) for request in others)
     _note_peak(outcome, peak)
-    return outcome, totals
+    return outcome
 
 
 def good_share(config: ServeScenario, schedule: Schedule, served: Sequence[ServedRequest]) -> float:
