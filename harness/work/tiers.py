@@ -337,9 +337,7 @@ def _count_at(tiers: Tiers, total: int, seconds: float) -> Figures:
 
     def send() -> None:
         """Send it, and compute its prompt."""
-        times = tiers.send(prompt, output)
-        while tiers.driver.has_unfinished and not times.token_times_s:
-            tiers.driver.step()
+        _run_until(tiers, [tiers.send(prompt, output)], num_tokens=1)
 
     send()
     return counted(tiers, seconds, tiers.counter, send)
@@ -400,10 +398,9 @@ def measure_together(tiers: Tiers, work: TiersScenario) -> Figures:
     tiers.llm.reset_cache()
     *prompts, last = tiers.prompts(count, total - output, "last")
     running = [tiers.send(prompt, output) for prompt in prompts]
-    _run_until_each_decodes(tiers, running)
+    _run_until(tiers, running, num_tokens=2)
     times = tiers.send(last, 2)
-    while tiers.driver.has_unfinished and not times.token_times_s:
-        tiers.driver.step()
+    _run_until(tiers, [times], num_tokens=1)
     tiers.driver.cancel("measured")
     tiers.driver.drain()
     return {
@@ -420,9 +417,9 @@ def measure_together(tiers: Tiers, work: TiersScenario) -> Figures:
     }
 
 
-def _run_until_each_decodes(tiers: Tiers, running: Sequence[Any]) -> None:
-    """Step until each request has two tokens."""
-    while tiers.driver.has_unfinished and any(len(times.token_ids) < 2 for times in running):
+def _run_until(tiers: Tiers, sent: Sequence[Any], *, num_tokens: int) -> None:
+    """Step until each request has so many tokens."""
+    while tiers.driver.has_unfinished and any(len(times.token_ids) < num_tokens for times in sent):
         tiers.driver.step()
 
 
@@ -485,7 +482,7 @@ def measure_beside(tiers: Tiers, work: TiersScenario) -> Figures:
     tiers.llm.reset_cache()
     more = min(4 * output, total // 2)
     long = tiers.send(tiers.prompt(total - more, "beside"), more)
-    _run_until_each_decodes(tiers, [long])
+    _run_until(tiers, [long], num_tokens=2)
     before = len(long.token_ids)
     wall_s, first_s = run("beside one")
     gained = len(long.token_ids) - before
