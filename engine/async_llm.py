@@ -14,7 +14,13 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.asked.request import CompletionOutput, RequestOutput, TokenEvent, check_request_id
+from engine.asked.request import (
+    CompletionOutput,
+    NoToken,
+    RequestOutput,
+    TokenEvent,
+    check_request_id,
+)
 from engine.asked.sampling import SamplingParams
 from engine.errors import EngineError, FailedRequestError, QueueFullError, RequestError
 from engine.text.tokenizer import encode
@@ -99,9 +105,9 @@ Command = Callable[[], None] | None
 """What a client asks of the engine's thread; None: to stop."""
 
 
-def _failure(why: str) -> RequestError:
+def _failure(event: TokenEvent) -> RequestError:
     """Return why a request failed while it ran; a form that cannot be followed is its own fault."""
-    is_form = why.startswith("structured: ")
+    why, is_form = str(event.stop_reason), event.failure is NoToken.FORM
     return RequestError(why, param="structured") if is_form else FailedRequestError(why)
 
 
@@ -444,7 +450,7 @@ class AsyncLLM:
                 stream.put(tokens)
                 self._touched.add(stream)
             if failures:
-                self._retire(stream, _failure(str(failures[0].stop_reason)))
+                self._retire(stream, _failure(failures[0]))
             elif stream.open_answers == 0:
                 self._retire(stream, None)
         if self._pending and not self._llm.has_unfinished():

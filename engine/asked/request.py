@@ -245,6 +245,15 @@ class Sequence:
         )
 
 
+class NoToken(Enum):
+    """Why no token could be chosen."""
+
+    LOGITS = "logits"
+    """The model's logits hold NaN or +infinity, or nothing finite."""
+    FORM = "form"
+    """The form of the output allows no token, or cannot be followed."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """One token chosen by the sampler."""
@@ -274,6 +283,8 @@ class TokenEvent:
     """Why the sequence ended with this token; None if it goes on."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it, if one did; of a failure why."""
+    failure: NoToken | None = None
+    """What was at fault of a failure."""
     logprob: float = math.nan
     """Its log-probability under the model (before penalties and temperature)."""
     top_logprobs: dict[int, float] | None = None

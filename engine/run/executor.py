@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from engine.asked.request import SampledToken, Sequence
+from engine.asked.request import NoToken, SampledToken, Sequence
 from engine.device.base import Device, Mark
 from engine.errors import ConfigError
 from engine.plan.memory import MemoryPlan
@@ -94,8 +94,8 @@ class DeviceFlight:
         """Block until they are; return when the host first knew that."""
         return self.mark.wait()
 
-    def collect(self) -> dict[int, SequenceOf[SampledToken] | None]:
-        """Return its tokens by seq_id, once they are there; None where logits were unusable."""
+    def collect(self) -> dict[int, SequenceOf[SampledToken] | NoToken]:
+        """Return its tokens by seq_id, once they are there."""
         for part in self.scored:
             part.collect()
         if self.recorded is not None:
@@ -104,7 +104,7 @@ class DeviceFlight:
             return {}
         tokens = self.sampler.collect(self.pending)
         return {
-            seq_id: None if token is None else (token,)
+            seq_id: token if isinstance(token, NoToken) else (token,)
             for seq_id, token in zip(self.seq_ids, tokens, strict=True)
         }
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.asked.request import SampledToken
+from engine.asked.request import NoToken, SampledToken
 from engine.asked.sampling import (
     MAX_BIASES,
     MAX_LOGPROBS,
@@ -134,12 +134,8 @@ class Sampler:
         self._enqueue(logits_SV, rows, width, target)
         return PendingTokens(rows, width, table)
 
-    def collect(self, pending: PendingTokens) -> list[SampledToken | None]:
-        """Return the S tokens of `enqueue`, whose work the caller has waited for.
-
-        None where a row has NaN, +infinity or nothing finite, or its constraint allows nothing or
-        has failed.
-        """
+    def collect(self, pending: PendingTokens) -> list[SampledToken | NoToken]:
+        """Return the S tokens of `enqueue`, whose work the caller has waited for."""
         return [
             _read(line, row, pending.width)
             for line, row in zip(pending.table.tolist(), pending.rows, strict=True)
@@ -226,7 +222,8 @@ class Sampler:
             logprobs_S = picked_S.double() - log_sums_S
             if is_changed and any(row.mask is not None for row in rows):  # maybe nothing is left
                 chosen_S = work_SV.gather(1, tokens_S[:, None])[:, 0]
-                logprobs_S = logprobs_S.masked_fill(chosen_S == -math.inf, math.nan)
+                is_out_S = (chosen_S == -math.inf) & ~log_sums_S.isnan()
+                logprobs_S = logprobs_S.masked_fill(is_out_S, -math.inf)
         else:
             logprobs_S = log_sums_S.neg()
         del work_SV
@@ -412,10 +409,12 @@ def _order_keys(raw_DV: Tensor) -> Tensor:
     return keys
 
 
-def _read(line: list[float], row: SampleRow, width: int | None) -> SampledToken | None:
-    constraint = row.sequence.constraint
-    if not math.isfinite(line[1]) or (constraint is not None and row.mask is None):
-        return None
+def _read(line: list[float], row: SampleRow, width: int | None) -> SampledToken | NoToken:
+    has_form = row.sequence.constraint is not None
+    if has_form and (row.mask is None or line[1] == -math.inf):  # NaN where logits are unusable
+        return NoToken.FORM
+    if not math.isfinite(line[1]):
+        return NoToken.LOGITS
     token_id, logprob, asked = int(line[0]), line[1], row.params.logprobs
     if asked is None or width is None:
         return SampledToken(token_id, logprob)

@@ -8,7 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from engine.asked.request import (
     NO_TOKEN,
     FinishReason,
+    NoToken,
     SampledToken,
     Sequence,
     SequenceStatus,
@@ -565,7 +566,7 @@ class Scheduler:
     def commit(
         self,
         plan: StepPlan,
-        sampled: Mapping[int, SequenceOf[SampledToken] | None],
+        sampled: Mapping[int, SequenceOf[SampledToken] | NoToken],
         eos_token_ids: Collection[int],
     ) -> list[TokenEvent]:
         """Record that a planned step ran, append its tokens and end sequences that are done.
@@ -573,9 +574,9 @@ class Scheduler:
         Args:
             plan: The plan in force, the oldest of two.
             sampled: By seq_id the tokens of each sequence that samples, in order and as many as
-                the part's `yields` allows; None where its logits were unusable: its request fails.
-                Those of sequences that ended since the plan was made may be absent and are
-                ignored, as are tokens beyond the one that ends a sequence.
+                the part's `yields` allows; or why there is none: its request fails. Those of
+                sequences that ended since the plan was made may be absent and are ignored, as are
+                tokens beyond the one that ends a sequence.
             eos_token_ids: The model's end-of-sequence tokens.
 
         Returns:
@@ -597,8 +598,8 @@ class Scheduler:
             if item.sequence.is_finished:
                 continue
             tokens = sampled[item.sequence.seq_id] if item.samples else ()
-            if tokens is None:
-                events += self._fail(item.sequence)
+            if isinstance(tokens, NoToken):
+                events += self._fail(item.sequence, tokens)
                 continue
             new = self._append(item.sequence, tokens, eos_token_ids)
             self._advance(item)
@@ -610,7 +611,7 @@ class Scheduler:
         return events
 
     def _check_sampled(
-        self, plan: StepPlan, sampled: Mapping[int, SequenceOf[SampledToken] | None]
+        self, plan: StepPlan, sampled: Mapping[int, SequenceOf[SampledToken] | NoToken]
     ) -> None:
         items = {item.sequence.seq_id: item for item in plan.sampling}
         open_ids = {i for i, item in items.items() if not item.sequence.is_finished}
@@ -621,20 +622,20 @@ class Scheduler:
             )
         for seq_id, tokens in sampled.items():
             least, most = items[seq_id].yields
-            if tokens is not None and not least <= len(tokens) <= most:
+            if not isinstance(tokens, NoToken) and not least <= len(tokens) <= most:
                 raise EngineError(
                     f"scheduler: expected {least} to {most} tokens for sequence {seq_id} of step "
                     f"{plan.step}, got {len(tokens)}."
                 )
 
-    def _fail(self, failed: Sequence) -> list[TokenEvent]:
-        """End a request of which a sequence has unusable logits; nothing of its content is kept."""
+    def _fail(self, failed: Sequence, fault: NoToken) -> list[TokenEvent]:
+        """End a request of which a sequence got no token; nothing of its content is kept."""
         why = (
             f"logits: expected finite logits for the token at position {failed.num_tokens} of "
             f"answer {failed.index}, got NaN, infinity or nothing finite. The weights or a kernel "
             "are at fault."
         )
-        if failed.constraint is not None:
+        if fault is NoToken.FORM and failed.constraint is not None:
             why = failed.constraint.error or (
                 f"structured: expected a token of the vocabulary that may come at position "
                 f"{failed.num_tokens} of answer {failed.index}, got none. Change the form."
@@ -644,7 +645,8 @@ class Scheduler:
         for sequence in sequences:
             self.finish(sequence, "error")
         none = SampledToken(NO_TOKEN, math.nan)
-        return [_event(each, none, each.num_tokens, "error", why) for each in sequences]
+        events = [_event(each, none, each.num_tokens, "error", why) for each in sequences]
+        return [replace(event, failure=fault) for event in events]
 
     def _advance(self, item: ScheduledSequence) -> None:
         """Count a part as computed; name full blocks and give back what no later one sees.

@@ -1,15 +1,19 @@
 """AsyncLLM as a server uses it: what ends requests, what refuses them, and what metrics read."""
 
 import asyncio
+import math
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import AsyncLLM, SamplingParams, StructuredOutput
+from engine.asked.request import NoToken
 from engine.errors import EngineError, FailedRequestError, QueueFullError, RequestError
 from engine.run.core import LinkUse
+from engine.run.sampler import Sampler
 from engine.text.constraints import Constraint
 from tests.engine.test_async_llm import Gated, collect, to_the_end
 from tests.engine.test_structured import byte_folder
@@ -112,17 +116,29 @@ def test_errors_name_what_is_at_fault(
     asyncio.run(main())
 
 
-def test_a_request_that_fails_while_it_runs_has_an_error_of_its_own(
-    byte_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", NoToken)
+def test_a_request_that_fails_while_it_runs_says_whose_fault_it_is(
+    byte_folder: Path, monkeypatch: pytest.MonkeyPatch, fault: NoToken
 ) -> None:
-    monkeypatch.setattr(Constraint, "mask", lambda self: setattr(self, "error", "tests say so"))
+    enqueue, words = Sampler.enqueue, "expected finite logits"
+
+    def spoiled(self: Sampler, logits: torch.Tensor, rows: Any) -> Any:
+        return enqueue(self, torch.full_like(logits, math.nan), rows)
+
+    monkeypatch.setattr(Sampler, "enqueue", spoiled)
+    if fault is NoToken.FORM:
+        words = "tests say so"
+        monkeypatch.setattr(Constraint, "mask", lambda self: setattr(self, "error", words))
     llm = open_llm(byte_folder)
 
     async def main() -> None:
         async with AsyncLLM(llm) as door:
             form = StructuredOutput(regex="[0-9]{3}")
-            with pytest.raises(FailedRequestError, match="tests say so"):
+            with pytest.raises(RequestError, match=words) as caught:
                 await collect(door, [5], SamplingParams(structured=form))
+            is_own = fault is NoToken.FORM
+            assert caught.value.param == ("structured" if is_own else None)
+            assert isinstance(caught.value, FailedRequestError) is not is_own
 
     asyncio.run(main())
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from itertools import count as counter
 
 import numpy as np
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.run.sampler as module
-from engine.asked.request import Request, Sequence
+from engine.asked.request import NoToken, Request, SampledToken, Sequence
 from engine.asked.sampling import SamplingParams, sampler_workspace_bytes
+from engine.asked.structured import StructuredOutput
 from engine.errors import EngineError
 from engine.run.sample_row import SENT_BYTES, SampleRow, send
 from engine.run.sampler import Sampler
@@ -350,8 +352,25 @@ def test_unusable_logits_give_no_token_to_their_row_alone(value):
         rows = [make_row(request=at, **params) for at in range(3)]
         found = sample(Sampler(V, "cpu"), logits, rows)
         alone = sample(Sampler(V, "cpu"), logits[[0, 2]], [rows[0], rows[2]])
-        assert found[1] is None
+        assert found[1] is NoToken.LOGITS
         assert [found[0].token_id, found[2].token_id] == [token.token_id for token in alone]
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_form_is_at_fault_only_where_logits_are_usable(value, temperature):
+    logits = make_logits(0, 2)
+    logits[0, 5] = value
+    form = StructuredOutput(regex="a")
+    rows = [make_row(temperature=temperature, structured=asked) for asked in (form, None)]
+    rows[0].sequence.constraint = object()
+    for words, fault in ([0, 0], NoToken.FORM), ([-1, -1], None):
+        rows[0] = replace(rows[0], mask=np.array(words, dtype=np.int32))
+        found = sample(Sampler(V, "cpu"), logits, rows)
+        wanted = NoToken.LOGITS if math.isnan(value) else fault
+        assert wanted is None or found[0] is wanted
+        assert isinstance(found[0], SampledToken) is (wanted is None)
+        assert isinstance(found[1], SampledToken)
 
 
 def test_misuse_raises():
