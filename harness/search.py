@@ -474,7 +474,7 @@ def _conclude(
     best = study.best()
     found = [] if best is None else _best_lines(request, runner, folder, best)
     records = _records(trials, folder)
-    if records:
+    if study.num_built():  # the tracker shows the search since its first trial
         warnings, _ = finish_sweep(
             first.tracking,
             _context(request, first.model.name, folder, 0),

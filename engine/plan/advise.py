@@ -260,6 +260,28 @@ def _with_least_offload(asked: Asked, names: set[str]) -> EngineConfig | None:
     return asked.config if placed is not None and fits(asked, placed) else None
 
 
+def fast_length(asked: Asked, plan: MemoryPlan) -> tuple[str, Asked] | None:
+    """Return the longest length with all weights on the GPU, where a longer one was chosen.
+
+    As it is typed, and the question with it. DEFAULT_TOKENS where no length leaves them there.
+    """
+    planner, size = asked.config.planner, asked.config.kv.block_size
+    is_context = planner.choose and planner.objective == "context"
+    if not (is_context or "max_model_len" in planner.auto_fields) or not off_gpu_bytes(plan):
+        return None
+    bare = changed(asked, "planner", objective="latency") if is_context else asked
+
+    def at(tokens: int) -> Asked:
+        return changed(bare, "engine", max_model_len=tokens)
+
+    low, high = asked.config.request_tokens or 2, plan.max_model_len - 1
+    count = greatest(-(-low // size), high // size, lambda n: Chooser(at(n * size)).resident_fits)
+    tokens = DEFAULT_TOKENS if count is None else count * size
+    words = "planner.objective=latency " if is_context else ""
+    is_shorter = low <= tokens <= high
+    return (f"{words}engine.max_model_len={tokens}", at(tokens)) if is_shorter else None
+
+
 def plan_as_set(asked: Asked) -> MemoryPlan:
     """Return the plan of what is chosen or set, whether it fits or not."""
     if asked.config.planner.choose:
@@ -267,6 +289,18 @@ def plan_as_set(asked: Asked) -> MemoryPlan:
         found = chooser.best()
         return chooser.resident if found is None else found[0]
     return build_plan(asked, assign_as_set(asked) or assign_resident(asked.spec))
+
+
+def roomy_card_gib(asked: Asked) -> float:
+    """Return the least memory of a card, to 0.01 GiB, that holds everything."""
+    bare = with_offload(asked, OffloadConfig())
+    facts = replace(asked.facts, total_bytes=2**60, free_bytes=2**60)
+
+    def holds(hundredths: int) -> bool:
+        wanted = replace(changed(bare, "gpu", memory_gib=hundredths / 100), facts=facts)
+        return build_plan(wanted, assign_resident(asked.spec)).holds_one
+
+    return (least(1, 2**20, holds) or 2**20) / 100
 
 
 # What is asked with lossless weights, and what a plan is like.

@@ -18,12 +18,14 @@ from engine.plan.advise import (
     LOSSLESS_WORDS,
     auto_fits,
     changed,
+    fast_length,
     gib,
     greatest,
     least,
     lossless_resident,
     off_gpu_bytes,
     plan_as_set,
+    roomy_card_gib,
     with_auto,
     with_fields,
     with_least_uva,
@@ -330,7 +332,7 @@ def _last_resort(asked: Asked, plan: MemoryPlan) -> str:
     return (
         "No single change makes it fit: lower several of engine.max_model_len, "
         "engine.max_num_batched_tokens and engine.max_num_seqs, or use a card of "
-        f"{_card_gib(asked):.2f} GiB, which needs no offload."
+        f"{roomy_card_gib(asked):.2f} GiB, which needs no offload."
     )
 
 
@@ -341,18 +343,6 @@ def _if_host_had_room(asked: Asked) -> str:
     words = [auto_settings(asked)] if auto_fits(asked) else []
     words += [way.settings for way in (least_uva(asked), least_prefetch(asked)) if way]
     return "; or ".join(map(" ".join, words))
-
-
-def _card_gib(asked: Asked) -> float:
-    """Return the least memory of a card, to 0.01 GiB, that holds everything."""
-    bare = with_offload(asked, OffloadConfig())
-    facts = replace(asked.facts, total_bytes=2**60, free_bytes=2**60)
-
-    def holds(hundredths: int) -> bool:
-        wanted = replace(changed(bare, "gpu", memory_gib=hundredths / 100), facts=facts)
-        return build_plan(wanted, assign_resident(asked.spec)).holds_one
-
-    return (least(1, 2**20, holds) or 2**20) / 100
 
 
 # Ways to place the weights.
@@ -463,7 +453,7 @@ def answer_of(asked: Asked, plan: MemoryPlan, planned: Planned) -> Answer:
     rows = way_rows(ways, context, is_fix=False)
     if off_gpu_bytes(plan) or plan.formats.has_codes:  # plain weights do not fit the GPU
         rows += rounded_rows(asked, planned, context)
-    rows += length_row(asked, planned)
+    rows += length_row(asked, plan, planned)
     lines = (_fit_text(asked, plan), *row_lines(rows), *_context_lines(context))
     return Answer(plan=plan, lines=lines, ways=tuple(way.to_dict(context) for way in ways))
 
@@ -491,10 +481,18 @@ def _fit_text(asked: Asked, plan: MemoryPlan) -> str:
     )
 
 
-def length_row(asked: Asked, planned: Planned) -> list[Row]:
-    """Return what the model's own length costs, where the one in force was cut from it."""
+def length_row(asked: Asked, plan: MemoryPlan, planned: Planned) -> list[Row]:
+    """Return what the model's own length costs, where the one in force was cut from it.
+
+    Where a length was chosen at the price of speed: a shorter one that is fast.
+    """
     if asked.own_length is None:
-        return []
+        shorter = fast_length(asked, plan)
+        way = shorter and _way(*shorter, planned, is_shorter=True)
+        if not way or way.tokens_s() < WORTH * replace(way, asked=asked, plan=plan).tokens_s():
+            return []
+        [row] = way_rows([way], None, is_fix=False)
+        return [("Shorter", *row[1:])]
     question = with_auto(changed(asked, "engine", max_model_len=asked.own_length))
     length = f"engine.max_model_len={asked.own_length}"
     found = _chosen(question, (length, *auto_settings(asked)), planned)

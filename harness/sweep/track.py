@@ -157,11 +157,13 @@ def finish_sweep(
 ) -> tuple[list[str], str | None]:
     """Make the sweep's report and end its run in the tracker.
 
-    `is_ok` says whether it found what it was for; None: no point may have failed. `trials` are the
+    `is_ok` says whether it found what it was for; None: every point has an answer. `trials` are the
     numbers of a search's records. Returns warnings, and the command that shows the sweep.
     """
     counts = Counter(record.status for record in records)
-    status = "ok" if (set(counts) <= ANSWERS if is_ok is None else is_ok) else "failed"
+    if is_ok is None:
+        is_ok = len(records) == sweep.total and set(counts) <= ANSWERS
+    status = "ok" if is_ok else "failed"
     if interrupted:
         status = "killed"
     warnings = build_report(sweep.folder) if records else []

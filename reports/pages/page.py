@@ -84,14 +84,14 @@ def commands(
     if facts.dig_text(record.config, "tracking.backend") == "mlflow":
         store = facts.dig_text(record.config, "tracking.uri")
         number = facts.dig_text(record.effective, "mlflow_experiment_id")
-        search = runs_search(tag, value or record.run_id)
-        is_address = number is not None and (store or "").startswith(("http://", "https://"))
+        is_address = (store or "").startswith(("http://", "https://"))
         base = store if is_address and store else LOCAL
+        search = runs_search(tag, value or record.run_id)
         page = experiment_page(base, number, search, is_chart=tag == SWEEPS)
         command = "tightfit ui" + (f" --store {shlex.quote(store)}" if store else "")
-        then = f"{command}    # then " + (f"search: {search}" if number is None else page)
-        text = page if is_address else then
-        found.append(Command(label="In MLflow", text=text, is_address=is_address))
+        text = page if is_address else f"{command}    # then {page}"
+        if number is not None:
+            found.append(Command(label="In MLflow", text=text, is_address=is_address))
     return tuple(found)
 
 

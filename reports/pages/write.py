@@ -136,7 +136,8 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     page = replace(page, links=_beside(sweep_dir, target, SWEEP_FILES))
     records = records_of(rows)
     if records:
-        page = replace(page, commands=commands(records[0], command, tag=SWEEPS, value=name))
+        found = next((r for r in records if "mlflow_experiment_id" in r.effective), records[0])
+        page = replace(page, commands=commands(found, command, tag=SWEEPS, value=name))
     if trials is not None:
         page = replace(
             page,

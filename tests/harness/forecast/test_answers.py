@@ -202,6 +202,26 @@ def test_a_length_beside_the_objective_that_chooses_it_is_refused(composer: Comp
     composer.plan([*OLMO, *context, "planner.auto_fields=[max_model_len]"])
 
 
+def test_a_length_that_was_chosen_at_the_price_of_speed_has_the_fast_one_beside_it(
+    composer: Composer,
+) -> None:
+    base = ("+model=llama31_8b", "gpu=rtx4080_16gb", "scenario=latency")
+    chosen = (*base, "planner.auto_fields=[max_model_len]")
+    text = said(found_of(composer, *chosen, "offload=auto"))
+    assert "offload=auto: 1.82 tok/s" in text
+    assert "Shorter engine.max_model_len=10736 47.8 tok/s up to 10,736 tokens" in text
+    fast = found_of(composer, *base, "offload=auto", "engine.max_model_len=10736")
+    assert "47.8 tok/s, no layer leaves the GPU" in said(fast)
+    longer = found_of(composer, *base, "offload=auto", "engine.max_model_len=10752")
+    assert "in host memory" in said(longer).split("tokens.")[0]
+    context = found_of(composer, *base, "offload=auto", "planner.objective=context")
+    assert "Shorter planner.objective=latency 47.8 tok/s" in said(context)
+    # As long as on the GPU alone, or no faster when shorter.
+    assert "Shorter" not in said(found_of(composer, *chosen, "gpu=rtx4090_24gb"))
+    uva = found_of(composer, *chosen, "gpu=rtx4090_24gb", "offload=uva")
+    assert "Shorter" not in said(uva)
+
+
 def test_advice_is_no_shorter_than_the_scenario_needs(composer: Composer) -> None:
     """By itself a few tokens would fit."""
     words = ("+model=mistral_7b", "gpu=l4_24gb", "gpu.memory_gib=12.18", "offload=prefetch")

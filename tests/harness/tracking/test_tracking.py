@@ -354,15 +354,21 @@ def test_a_point_taken_over_is_not_logged_twice(tmp_path, request, client):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("status", "mirrored"),
-    [("no_fit", "FINISHED"), ("partial", "FINISHED"), ("failed", "FAILED"), ("oom", "FAILED")],
+    [
+        ("no_fit", "FINISHED"),
+        ("partial", "FINISHED"),
+        ("failed", "FAILED"),
+        ("oom", "FAILED"),
+        (None, "FAILED"),  # no point left a record
+    ],
 )
 def test_a_sweep_with_points_that_do_not_fit_is_whole(tmp_path, request, client, status, mirrored):
     sweep = SweepContext(sweep_id=request.node.name, folder=tmp_path, index=0, total=1)
-    ended = RunRecord(run_id="1", name="offload=none", status=status)
-    finish_sweep(tracking(request), sweep, [ended])
+    ended = [RunRecord(run_id="1", name="offload=none", status=status)] if status else []
+    finish_sweep(tracking(request), sweep, ended)
     (parent,) = runs_of(client, request.node.name)
     assert parent.info.status == mirrored
-    assert parent.data.tags["harness.points"] == f"1 {status}"
+    assert parent.data.tags["harness.points"] == (f"1 {status}" if status else "")
 
 
 @pytest.mark.thorough

@@ -483,18 +483,19 @@ def test_a_command_is_quoted_so_that_it_can_be_read():
     assert shlex.split(text)[2:] == record.overrides
 
 
-def test_a_run_that_is_in_mlflow_says_how_it_is_found():
+def test_a_run_that_mlflow_does_not_have_is_not_looked_for_there():
     tracking = {"backend": "mlflow", "uri": "sqlite:///my runs.db"}
     record = ok_record(config=ok_record().config | {"tracking": tracking}, run_id="a-1")
-    assert [command.text for command in run_page(record).commands][1:] == [
-        "tightfit ui --store 'sqlite:///my runs.db'    # then search: "
-        "tags.`harness.run_id` LIKE '%a-1%'"
-    ]
+    assert [command.label for command in run_page(record).commands] == ["Run it again"]
 
 
 @pytest.mark.parametrize(
     ("uri", "before"),
-    [("http://host:5000/", ""), (None, "tightfit ui    # then ")],
+    [
+        ("http://host:5000/", ""),
+        (None, "tightfit ui    # then "),
+        ("sqlite:///my runs.db", "tightfit ui --store 'sqlite:///my runs.db'    # then "),
+    ],
 )
 def test_a_run_whose_experiment_is_known_has_its_address_in_mlflow(uri, before):
     tracking = {"backend": "mlflow", "uri": uri}
@@ -505,10 +506,11 @@ def test_a_run_whose_experiment_is_known_has_its_address_in_mlflow(uri, before):
         effective=effective | {"mlflow_experiment_id": "3"},
     )
     page = run_page(record)
-    text, base = page.commands[1].text, "http://127.0.0.1:5000" if uri is None else uri.strip("/")
+    base = "http://127.0.0.1:5000" if before else "http://host:5000"
+    text = page.commands[1].text
     assert text.startswith(f"{before}{base}/#/experiments/3/runs?workflowType=machine_learning&")
     assert text.endswith("searchFilter=tags.%60harness.run_id%60%20LIKE%20%27%25a-1%25%27")
-    assert ('<a href="http://host:5000/#/experiments/3' in render(page, "html")) is bool(uri)
+    assert ('<a href="http://host:5000/#/experiments/3' in render(page, "html")) is not bool(before)
 
 
 def test_what_is_long_is_folded_and_not_printed():

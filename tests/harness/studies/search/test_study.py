@@ -272,9 +272,15 @@ def test_a_defect_of_the_harness_is_a_failed_trial(home, monkeypatch, capsys):
     def run_point(config, folder, overrides, context):
         raise ZeroDivisionError("a defect")
 
+    def finish(tracking, context, records, **settings):
+        finished.append((len(records), settings["is_ok"]))
+        return [], None
+
+    finished = []
     monkeypatch.setattr(point, "run_point", run_point)
-    monkeypatch.setattr(sweep, "finish_sweep", lambda *args, **settings: ([], None))
+    monkeypatch.setattr(sweep, "finish_sweep", finish)
     assert command.main([*FEW, *GOAL, "--trials", "1"]) == 3
+    assert finished == [(0, False)]
     assert "ZeroDivisionError: a defect" in capsys.readouterr().err
 
 
