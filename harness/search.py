@@ -141,7 +141,9 @@ class TrialRunner:
         folder = sweep.folder / str(sweep.index)
         require_room(sweep.folder)
         try:
-            record = run_point(replace(config, rerun="failed"), folder, spelled, sweep)
+            config = replace(config, rerun="failed")
+            config_dir = self._composer.config_dir
+            record = run_point(config, folder, spelled, sweep, config_dir=config_dir)
         except Exception as error:
             if is_full(error):
                 raise

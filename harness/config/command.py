@@ -11,7 +11,9 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+")
 
 
-def command_with(typed: Sequence[str], settings: Sequence[str]) -> str:
+def command_with(
+    typed: Sequence[str], settings: Sequence[str], config_dir: str | None = None
+) -> str:
     """Return the command that runs `settings`: what was typed, less what they replace."""
     keys = [key_of(text) for text in settings]
     gone = [f"{key}=" for key in keys]
@@ -20,11 +22,11 @@ def command_with(typed: Sequence[str], settings: Sequence[str]) -> str:
     if "kv=gpu" in settings:
         gone += [f"kv.{name}=" for name in HOST_KV_FIELDS]
     kept = [item for item in typed if not item.lstrip("+").startswith((*gone, "plan."))]
-    return command_line([*kept, *settings])
+    return command_line([*kept, *settings], config_dir)
 
 
-def command_line(overrides: Sequence[str]) -> str:
-    """Return the command that runs these overrides."""
+def command_line(overrides: Sequence[str], config_dir: str | None = None) -> str:
+    """Return the command that runs these overrides, with the user's folder of configurations."""
 
     def quoted(item: str) -> str:
         if "'" in item and not {*item} & {*'"$`\\!'}:
@@ -32,4 +34,5 @@ def command_line(overrides: Sequence[str]) -> str:
         return shlex.quote(item)
 
     kept = (quoted(item) for item in overrides if not item.startswith("mode="))
-    return " ".join(["tightfit run", *kept])
+    folder = [] if config_dir is None else ["--config-dir", shlex.quote(config_dir)]
+    return " ".join(["tightfit run", *folder, *kept])

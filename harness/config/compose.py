@@ -441,6 +441,8 @@ class Point:
     composed: DictConfig
     config: RunConfig
     warnings: list[str]
+    config_dir: str | None = None
+    """The user's folder of configurations, absolute; None: only conf/ was used."""
 
 
 _Composed = tuple[DictConfig, list[tuple[list[str], DictConfig]], bool]
@@ -546,7 +548,7 @@ class Composer:
     def __init__(self, config_dir: Path | None = None) -> None:
         register()
         self._loader = _loader()
-        self._config_dir = None if config_dir is None else config_dir.resolve()
+        self.config_dir = None if config_dir is None else str(config_dir.resolve())
         self._parser = OverridesParser.create()
         self._composed: dict[tuple[str, ...], DictConfig] = {}
         """Compositions of the plan at hand, by overrides: each is made once."""
@@ -599,7 +601,7 @@ class Composer:
         self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG
     ) -> list[str]:
         """Return the names of a group's files, those of the user's folder among them."""
-        folder = None if self._config_dir is None else self._config_dir / group_name
+        folder = None if self.config_dir is None else Path(self.config_dir, group_name)
         own = [] if folder is None else [path.stem for path in folder.glob("*.yaml")]
         return sorted({*self._loader.get_group_options(group_name, results_filter), *own})
 
@@ -664,7 +666,7 @@ class Composer:
     def _load_raw(self, overrides: list[str], mode: RunMode) -> DictConfig:
         key = (mode.name, *overrides)
         if key not in self._composed:
-            more = [] if self._config_dir is None else [f"{SCHEME}://{self._config_dir}"]
+            more = [] if self.config_dir is None else [f"{SCHEME}://{self.config_dir}"]
             self._composed[key] = self._loader.load_configuration(
                 config_name=CONFIG_NAME,
                 overrides=[*overrides, *(f"hydra.searchpath=[{quoted(path)}]" for path in more)],
@@ -738,7 +740,15 @@ class Composer:
             except ConfigError as error:
                 where = f" (point {len(points)} of the sweep: {' '.join(own)})" if multirun else ""
                 raise ConfigError(f"{error}{where}") from error
-            points.append(Point(overrides=own, composed=config, config=run, warnings=messages))
+            points.append(
+                Point(
+                    overrides=own,
+                    composed=config,
+                    config=run,
+                    warnings=messages,
+                    config_dir=self.config_dir,
+                )
+            )
         if not points:
             raise ConfigError("sweep: expected at least one point, got none. Check the ranges.")
         return points

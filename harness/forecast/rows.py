@@ -1,7 +1,7 @@
 """Plans of one configuration side by side: as set, none, uva, prefetch and auto."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -30,6 +30,7 @@ from engine.plan.rates import Rates, rates_for
 from engine.plan.times import Shape, decode_step_s, load_s, prefill_s, shape_of
 from engine.plan.weight_format import LOSSLESS, MIXED, NOTHING_KNOWN, PLAIN, in_codes
 from engine.sealed import GIB, yaml_text
+from harness.config.command import command_with
 from harness.config.engine import with_model
 from harness.config.schema import LatencyScenario, QualityScenario, RunConfig, ScenarioConfig
 from harness.config.serve import Lengths, ServeScenario
@@ -192,6 +193,8 @@ class Forecast:
     """Overrides of the command line."""
     base: EngineConfig
     """What the engine would be asked."""
+    config_dir: str | None = None
+    """The user's folder of configurations."""
     notes: tuple[str, ...] = ()
     """What the folder's files say against its config.json, or beside it."""
 
@@ -253,6 +256,10 @@ class Forecast:
         """The row of the configuration as it is set; None: nothing is set about offload."""
         return next((row for row in self.rows if row.label.endswith("(as set)")), None)
 
+    def command_with(self, settings: Sequence[str]) -> str:
+        """Return the command that runs these settings in the place of those they replace."""
+        return command_with(self.overrides, settings, self.config_dir)
+
     def minutes(self, plan: MemoryPlan | None) -> float:
         """Return how long a run of this point will take: its starts and its timed requests."""
         if plan is None:
@@ -267,7 +274,9 @@ def _bare(settings: Iterable[str]) -> set[str]:
     return {*settings} - {"offload=none", "offload=uva"}
 
 
-def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
+def forecast(
+    config: RunConfig, overrides: tuple[str, ...], config_dir: str | None = None
+) -> Forecast:
     """Return what is predicted of one point, which `overrides` composed; rows are planned later."""
     found, node = describe(config.model), config.model
     facts, probed = machine_facts(config)
@@ -281,6 +290,7 @@ def forecast(config: RunConfig, overrides: tuple[str, ...]) -> Forecast:
         facts=facts,
         probed=probed,
         overrides=overrides,
+        config_dir=config_dir,
         base=replace(with_model(config, model), measured_rates=rates),
         notes=found.notes,
     )

@@ -494,6 +494,7 @@ def run_point(
     overrides: Sequence[str] = (),
     sweep: SweepContext | None = None,
     *,
+    config_dir: str | None = None,
     command: Sequence[str] = WORKER_COMMAND,
 ) -> RunRecord:
     """Run one point and return its record, which is also in `run_dir`.
@@ -501,10 +502,10 @@ def run_point(
     With `rerun` failed or none it is taken over from where it ended before, if it did. Whatever a
     worker does, and whatever the model, the reports or the tracker lack, ends as a status or a
     warning of the record; KeyboardInterrupt comes when the worker is gone and the record written.
-    `run_dir` is a folder of its own, without a record, created when absent; `command` runs a
-    worker.
+    `run_dir` is a folder of its own, without a record, created when absent; `config_dir` is the
+    user's folder of configurations; `command` runs a worker.
     """
-    point = _Point(config, _own_folder(run_dir), list(overrides), sweep)
+    point = _Point(config, _own_folder(run_dir), list(overrides), sweep, config_dir)
     found = point.find_finished()
     return point.run(command) if found is None else point.take_over(found)
 
@@ -516,9 +517,10 @@ def skip_point(
     sweep: SweepContext | None = None,
     *,
     reason: str,
+    config_dir: str | None = None,
 ) -> RunRecord:
     """Write and return the record of a point that does not run; `reason` says why."""
-    return _Point(config, _own_folder(run_dir), list(overrides), sweep).skip(reason)
+    return _Point(config, _own_folder(run_dir), list(overrides), sweep, config_dir).skip(reason)
 
 
 def _own_folder(run_dir: Path) -> Path:
@@ -537,9 +539,15 @@ class _Point:
     """The files, the tracker's run and the record of one point."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, overrides: list[str], sweep: SweepContext | None
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        overrides: list[str],
+        sweep: SweepContext | None,
+        config_dir: str | None,
     ) -> None:
         self._config = config
+        self._config_dir = config_dir
         self._run_dir = run_dir
         self._overrides = overrides
         self._sweep = sweep
@@ -564,7 +572,13 @@ class _Point:
     def take_over(self, found: Finished) -> RunRecord:
         """Take over the record and the files of the same point that ended before."""
         with interrupt_afterwards():
-            record = take_over(found, self._run_dir, name=self._name, overrides=self._overrides)
+            record = take_over(
+                found,
+                self._run_dir,
+                name=self._name,
+                overrides=self._overrides,
+                config_dir=self._config_dir,
+            )
             tracker = open_tracker(self._config.tracking, self._home)
             facts = self._facts(run_id=record.run_id, taken_from=str(found.folder))
             tracker.take_over_point(facts, record, self._run_dir)
@@ -735,6 +749,8 @@ class _Point:
         effective["notes"] = findings.notes
         if self._inputs:
             effective["inputs"] = self._inputs
+        if self._config_dir is not None:
+            effective["config_dir"] = self._config_dir
         # An engine that was not built says nothing; without a GPU the tiers would be emulated. A
         # server has its own machine.
         own = None if self._config.system.kind == "http" else self._gpu is None

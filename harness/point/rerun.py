@@ -132,7 +132,14 @@ class FinishedPoints:
         return Finished(folder=folder, record=record) if stands else None
 
 
-def take_over(found: Finished, folder: Path, *, name: str, overrides: Sequence[str]) -> RunRecord:
+def take_over(
+    found: Finished,
+    folder: Path,
+    *,
+    name: str,
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+) -> RunRecord:
     """Copy a finished point into a folder of this sweep; return its record there.
 
     The figures, the run id and the times are those of the run that measured them;
@@ -148,6 +155,8 @@ def take_over(found: Finished, folder: Path, *, name: str, overrides: Sequence[s
                 shutil.copy2(path, folder / path.name)
     origin = found.record.effective.get(TAKEN_FROM) or str(found.folder)
     effective = found.record.effective | {TAKEN_FROM: origin}
+    if config_dir != effective.get("config_dir"):
+        effective["config_dir"] = config_dir
     record = replace(found.record, name=name, overrides=list(overrides), effective=effective)
     record.write(folder / RESULT_NAME)
     if (name, list(overrides)) == (found.record.name, found.record.overrides):

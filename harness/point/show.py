@@ -195,7 +195,8 @@ def _error_lines(record: RunRecord) -> list[str]:
     lines = [*wrapped(f"  {first}", indent="  "), *(f"  {row}" for row in rows)]
     ways = (record.plan or {}).get("ways") or []
     if ways:
-        command = command_with(record.overrides, ways[0]["settings"])
+        folder = record.effective.get("config_dir")
+        command = command_with(record.overrides, ways[0]["settings"], folder)
         lines += [f"  {line}" for line in labelled("Run it", command, " \\")]
     return lines
 

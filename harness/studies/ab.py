@@ -556,12 +556,10 @@ def _work(config: RunConfig, node: str) -> dict[str, Any]:
 class Comparison(Series):
     """Runs both sides in pairs."""
 
-    def __init__(
-        self, config: RunConfig, run_dir: Path, overrides: Sequence[str], sides: Sides
-    ) -> None:
-        assert config.ab is not None
-        self._ab, self._steps = config.ab, list(steps(config.ab))
-        super().__init__(config, run_dir, overrides, kind="ab", total=len(self._steps))
+    def __init__(self, point: Point, run_dir: Path, sides: Sides) -> None:
+        assert point.config.ab is not None
+        self._ab, self._steps = point.config.ab, list(steps(point.config.ab))
+        super().__init__(point, run_dir, kind="ab", total=len(self._steps))
         self._sides = dict(zip(SIDES, sides, strict=True))
         shared = set(sides[0].overrides) & set(sides[1].overrides)
         self._shared = [item for item in sides[0].overrides if item in shared]

@@ -175,13 +175,11 @@ def compose_point(composer: Composer, name: str, point: StudyPoint, base: Sequen
 class StudyRun(Series):
     """Runs the points of a study."""
 
-    def __init__(
-        self, config: RunConfig, run_dir: Path, overrides: Sequence[str], planned: Planned
-    ) -> None:
-        assert config.study is not None
-        self._study, self._planned = config.study, planned
+    def __init__(self, point: Point, run_dir: Path, planned: Planned) -> None:
+        assert point.config.study is not None
+        self._study, self._planned = point.config.study, planned
         name, total = self._study.name, len(self._study.chosen)
-        super().__init__(config, run_dir, overrides, kind=name, total=total)
+        super().__init__(point, run_dir, kind=name, total=total)
         self._found: dict[str, Result] = {}
         self._section, self._headline = "", ""
 

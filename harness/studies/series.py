@@ -31,10 +31,9 @@ class Series(ABC):
     `total`.
     """
 
-    def __init__(
-        self, config: RunConfig, run_dir: Path, overrides: Sequence[str], *, kind: str, total: int
-    ) -> None:
-        self.config, self.run_dir, self.overrides = config, run_dir.resolve(), list(overrides)
+    def __init__(self, point: Point, run_dir: Path, *, kind: str, total: int) -> None:
+        self.config, self.overrides, self.run_dir = point.config, point.overrides, run_dir.resolve()
+        self._own = {} if point.config_dir is None else {"config_dir": point.config_dir}
         self.started = datetime.now(UTC).astimezone()
         self.records: list[RunRecord] = []
         """Records of the points that ran, in order."""
@@ -48,7 +47,7 @@ class Series(ABC):
             index=0,
             total=total,
             began_s=time.time(),
-            title=f"{config.model.name}: {self.question}",
+            title=f"{self.config.model.name}: {self.question}",
         )
 
     @property
@@ -139,7 +138,7 @@ class Series(ABC):
             config=plain(self.config.to_dict()),
             overrides=self.overrides,
             environment=dict(self.records[0].environment) if self.records else {},
-            effective={"warnings": [], "notes": []} | found.effective,
+            effective={"warnings": [], "notes": []} | self._own | found.effective,
             metrics=plain(found.metrics),
             samples=plain(found.samples),
         )

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -133,14 +134,16 @@ class PointTask:
         from harness.point.point import run_point, skip_point  # noqa: PLC0415  not for --cfg and errors
 
         config, overrides = point.config, point.overrides
+        run_one = partial(run_point, config_dir=point.config_dir)
         try:
             if reason is not None:
-                return skip_point(config, folder, overrides, sweep, reason=reason)
+                skip = partial(skip_point, reason=reason, config_dir=point.config_dir)
+                return skip(config, folder, overrides, sweep)
             if self.sides is not None:
-                return Comparison(config, folder, overrides, self.sides).run(run_point)
+                return Comparison(point, folder, self.sides).run(run_one)
             if config.study is not None:
-                return StudyRun(config, folder, overrides, self.planned).run(run_point)
-            return run_point(config, folder, overrides, sweep)
+                return StudyRun(point, folder, self.planned).run(run_one)
+            return run_one(config, folder, overrides, sweep)
         except Exception as error:
             if is_full(error):
                 raise

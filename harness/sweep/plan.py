@@ -16,7 +16,7 @@ from engine.plan.memory import MemoryPlan
 from engine.plan.rates import rates_for
 from engine.plan.times import CONTEXT_TOKENS
 from engine.sealed import GIB
-from harness.config.command import command_line, command_with
+from harness.config.command import command_line
 from harness.config.compose import Plan, Point
 from harness.config.schema import SIDES, RunConfig
 from harness.forecast.cards import card_lines
@@ -96,7 +96,7 @@ def _answer(found: Forecast) -> list[str]:
     lines = ["", *wrapped(first), *rows]
     best: Any = found.best
     if best is not None or found.plan is not None:
-        command = command_with(found.overrides, () if best is None else best["settings"])
+        command = found.command_with(() if best is None else best["settings"])
         lines += labelled("Run it", command, " \\")
         if best is None:
             lines = _noted(lines, f"# about {found.minutes(found.plan):.1f} min")
@@ -210,7 +210,7 @@ def _longest(found: Forecast) -> Iterator[str]:
     if other is not None:
         least = min(row.predicted["decode_step_long_ms"] for row in fitting)
         if other.predicted["decode_step_long_ms"] == least:
-            command = command_with(found.overrides, other.overrides)
+            command = found.command_with(other.overrides)
             yield f"Shortest for such a sequence, without kv=cpu: {command}"
 
 
@@ -223,7 +223,7 @@ def _queue(found: Forecast) -> Iterator[str]:
         lengths = f"{queue['prompt_tokens']} + {queue['output_tokens']} tokens"
         rates = "; ".join(f"{row.title} {number(row.queue_tokens_s)}" for row in fitting)
         yield f"output tokens/s of {queue['requests']} requests of {lengths}: {rates}."
-        yield f"Best for such a queue: {command_with(found.overrides, best.overrides)}"
+        yield f"Best for such a queue: {found.command_with(best.overrides)}"
 
 
 def _staging(row: Row) -> Iterator[str]:
@@ -454,7 +454,7 @@ def show_plans(plan: Plan, sides: Sides | None = None, document: Document | None
         _refuse_peer(plan.points[0].config)
     if plan.multirun:
         _check_cards(own)
-    found = [forecast(point.config, tuple(point.overrides)) for point, _ in own]
+    found = [forecast(point.config, tuple(point.overrides), point.config_dir) for point, _ in own]
     _put(document, found)
     if not plan.multirun:
         (only,) = found
@@ -521,13 +521,13 @@ def _show_sides(point: Point, sides: Sides) -> list[Forecast]:
     assert ab is not None
     for side in sides:
         _refuse_peer(side.config)
-    found = [forecast(side.config, tuple(side.overrides)) for side in sides]
+    found = [forecast(side.config, tuple(side.overrides), side.config_dir) for side in sides]
     titles = {name: f"{name}: {' '.join(getattr(ab, name))}" for name in SIDES}
     show(
         comparison_table(
             dict(zip(titles.values(), found, strict=True)),
             [titles[step.side] for step in steps(ab)],
-            command_line(point.overrides),
+            command_line(point.overrides, point.config_dir),
         )
     )
     return found

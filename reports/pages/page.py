@@ -97,7 +97,9 @@ def commands(
 
 def run_again(record: RunRecord) -> str:
     """Return the command that makes the same run again."""
-    return " ".join(["tightfit", "run", *map(_quoted, record.overrides)])
+    config_dir = facts.dig_text(record.effective, "config_dir")
+    folder = ["--config-dir", config_dir] if config_dir else []
+    return " ".join(["tightfit", "run", *map(_quoted, [*folder, *record.overrides])])
 
 
 def _quoted(word: str) -> str:

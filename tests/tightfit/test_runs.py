@@ -218,7 +218,7 @@ def test_runs_are_one_json_document(
     logging_as_before: None,
 ) -> None:
     record = ok_record(run_id="made")
-    monkeypatch.setattr("harness.point.point.run_point", lambda *arguments: record)
+    monkeypatch.setattr("harness.point.point.run_point", lambda *arguments, **options: record)
     assert main([word, "model=fake", "scenario=quick", "tracking=none", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["kind"] == word

@@ -116,7 +116,8 @@ def test_all_ways_stand_side_by_side_and_auto_is_recommended(olmo: Forecast) -> 
 
 def test_the_answer_comes_first_in_80_columns(composer: Composer) -> None:
     (point,) = composer.plan(["mode=plan", *OLMO, "scenario=latency"]).points
-    lines = point_lines(forecast(point.config, OLMO))
+    lines = point_lines(forecast(point.config, OLMO, "/my files"))
+    assert any("tightfit run --config-dir '/my files' +model=olmo7b" in line for line in lines)
     assert max(map(len, lines)) <= 80
     labels = [line.split("  ")[0] for line in lines if line[:1] not in {"", " "}]
     assert labels[0].startswith("olmo7b does not fit rtx4080_16gb: 2.45 GiB short (needs 2.00 GiB")

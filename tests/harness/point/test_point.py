@@ -394,11 +394,13 @@ def test_cold_starts_drop_the_page_cache_and_record_it(tmp_path):
 
 
 def test_a_skipped_point_has_a_record(tmp_path):
-    record = skip_point(run_config(), tmp_path / "run", ["offload=uva"], reason="fail_fast=true")
+    why = {"reason": "fail_fast=true", "config_dir": "/mine"}
+    record = skip_point(run_config(), tmp_path / "run", ["offload=uva"], **why)
     assert RunRecord.read(tmp_path / "run" / "result.json") == record
     assert (record.status, record.valid) == ("skipped", None)
     assert record.error["message"] == "fail_fast=true"
     assert record.overrides == ["offload=uva"]
+    assert record.effective["config_dir"] == "/mine"
 
 
 def test_a_folder_with_a_record_is_refused(tmp_path):

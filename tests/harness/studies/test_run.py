@@ -105,7 +105,9 @@ def study(tmp_path, *more, run_one=None):
     few = replace(whole, points={name: whole.points[name] for name in FEW})
     config = replace(found.config, study=few)
     planned = compose_points(config, found.overrides)
-    return StudyRun(config, tmp_path / "run", found.overrides, planned).run(run_one or fake_run())
+    return StudyRun(replace(found, config=config), tmp_path / "run", planned).run(
+        run_one or fake_run()
+    )
 
 
 @pytest.mark.slow
@@ -388,7 +390,7 @@ def beside(found, tmp_path, run_one):
     few = replace(found.config.study, judge="bench_lossless", points=points)
     config = replace(found.config, study=few)
     planned = compose_points(config, found.overrides)
-    return StudyRun(config, tmp_path / "run", found.overrides, planned).run(run_one)
+    return StudyRun(replace(found, config=config), tmp_path / "run", planned).run(run_one)
 
 
 @pytest.mark.thorough

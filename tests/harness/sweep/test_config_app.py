@@ -40,6 +40,8 @@ class FakePoints:
         self.asked: list[tuple[RunConfig, Path, list[str], SweepContext | None]] = []
         self.statuses: dict[int, Any] = {}
         self.reasons: list[str] = []
+        self.folders: list[str | None] = []
+        """The user's folder of configurations, of each point that ran."""
         self.finished: list[tuple[list[str], bool]] = []
 
     def run(
@@ -48,7 +50,9 @@ class FakePoints:
         run_dir: Path,
         overrides: list[str],
         context: SweepContext | None,
+        config_dir: str | None,
     ) -> RunRecord:
+        self.folders.append(config_dir)
         outcome = self.statuses.get(len(self.asked), "ok")
         self.asked.append((config, run_dir, overrides, context))
         status = outcome if isinstance(outcome, str) else "killed"
@@ -70,6 +74,7 @@ class FakePoints:
         context: SweepContext | None,
         *,
         reason: str,
+        config_dir: str | None,
     ) -> RunRecord:
         self.asked.append((config, run_dir, overrides, context))
         error = {"type": "Skipped", "message": reason}
@@ -370,6 +375,8 @@ def test_an_experiment_and_a_user_s_folder(points: FakePoints, tmp_path: Path) -
     points.asked.clear()
     assert main(["+experiment=two", "engine.seed=5", "model=olmo7b", "--config-dir", "mine"]) == 0
     assert [(a[0].engine.seed, a[0].model.name) for a in points.asked] == [(5, "olmo7b")]
+    assert main(["+model=glass"]) == 0
+    assert points.folders == [*[str(tmp_path / "mine")] * 3, None]
 
 
 def test_an_interrupt_while_composing_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Configurations and folders of the points that ran."""
     found: list[Any] = []
 
-    def run(config: Any, folder: Path, overrides: list[str], context: Any) -> RunRecord:
+    def run(
+        config: Any, folder: Path, overrides: list[str], context: Any, config_dir: None
+    ) -> RunRecord:
         found.append((config, folder, overrides, context))
         record = RunRecord(run_id="r", name="n", status="ok", config=config.to_dict())
         record.write(folder / "result.json")

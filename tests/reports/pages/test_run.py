@@ -1,6 +1,7 @@
 """Facts, verdicts and which sections a page has."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -481,6 +482,9 @@ def test_a_command_is_quoted_so_that_it_can_be_read():
     text = run_page(record).commands[0].text
     assert text.startswith("tightfit run \"ab.a=['offload=none']\" ")
     assert shlex.split(text)[2:] == record.overrides
+    mine = replace(record, effective={"config_dir": "/my files"})
+    words = shlex.split(run_page(mine).commands[0].text)
+    assert words[2:] == ["--config-dir", "/my files", *record.overrides]
 
 
 def test_a_run_that_mlflow_does_not_have_is_not_looked_for_there():

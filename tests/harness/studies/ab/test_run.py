@@ -42,7 +42,7 @@ def test_runs_are_interleaved_after_a_against_itself():
 def compare(tmp_path, *more, run_one=run_point):
     (found,) = Composer().plan([*LINE, *more]).points
     sides = compose_sides(found.config.ab, found.overrides)
-    return Comparison(found.config, tmp_path / "ab", found.overrides, sides).run(run_one)
+    return Comparison(found, tmp_path / "ab", sides).run(run_one)
 
 
 def fake_run(outcomes):

@@ -146,7 +146,7 @@ def test_a_search_that_finds_nothing_more_ends_early_and_says_so(tmp_path):
 
 @pytest.mark.thorough
 def test_an_early_end_is_exit_code_3_although_there_is_a_best(home, monkeypatch):
-    def run_point(config, folder, overrides, context):
+    def run_point(config, folder, overrides, context, config_dir):
         metrics = {"throughput/output_tok_s": 5.0, "latency/ttft_ms/p50": 1.0}
         return RunRecord(run_id="a", name="a", status="ok", valid=True, metrics=metrics)
 
@@ -217,7 +217,7 @@ def test_optuna_4_is_needed(found, words, monkeypatch, capsys):
 def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch, capsys):
     asked, finished, titles = [], [], []
 
-    def run_point(config, folder, overrides, context):
+    def run_point(config, folder, overrides, context, config_dir):
         asked.append(config)
         titles.append(point_title(context, ""))
         size = config.offload.uva.cpu_offload_gb
@@ -259,7 +259,7 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
 
 @pytest.mark.thorough
 def test_no_trial_that_keeps_the_constraints_is_exit_code_3(home, monkeypatch):
-    def run_point(config, folder, overrides, context):
+    def run_point(config, folder, overrides, context, config_dir):
         return RunRecord(run_id="a", name="a", status="oom", error={"type": "a", "message": "b"})
 
     monkeypatch.setattr(point, "run_point", run_point)
@@ -269,7 +269,7 @@ def test_no_trial_that_keeps_the_constraints_is_exit_code_3(home, monkeypatch):
 
 @pytest.mark.thorough
 def test_a_defect_of_the_harness_is_a_failed_trial(home, monkeypatch, capsys):
-    def run_point(config, folder, overrides, context):
+    def run_point(config, folder, overrides, context, config_dir):
         raise ZeroDivisionError("a defect")
 
     def finish(tracking, context, records, **settings):
