@@ -3,7 +3,6 @@
 A unit moves as a whole: what one layer has in one residence. A layer may hold several.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -30,40 +29,51 @@ class Feed(Enum):
     """
 
 
-class Residence(ABC):
+class Residence:
     """Where units live and how they reach the compute: one class a kind, one object of each."""
 
     name: str
     """As records call it."""
+    words: str
+    """How units reach the compute, in words."""
+    usual_feed: Feed
+    """How a step brings units to products, unless it stages them."""
     is_offloaded = True
     """Units lie in host memory."""
     reads_in_place = False
     """Products read host memory, unless a step stages the units."""
     wraps = False
     """Slots are refilled for the next step, where units are copied ahead."""
+    needs_pin = False
+    """Only a machine that can pin host memory serves it."""
+    needs_uva = False
+    """Only a GPU that can read host memory serves it."""
 
     def __repr__(self) -> str:
         """Return the name."""
         return self.name
 
-    @abstractmethod
     def feed(self, *, is_staged: bool) -> Feed:
         """Return how a step brings units to products; `is_staged`: those in place are staged."""
+        return Feed.AHEAD if is_staged and self.reads_in_place else self.usual_feed
 
-    @abstractmethod
     def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
         """Return the slots on the GPU that so many units, at least 1, are copied into.
 
         `lookahead` units are copied ahead; `stages`: some steps stage those read in place.
         """
+        del num_units, lookahead, stages
+        return 0
 
-    @abstractmethod
     def served(self, *, can_pin: bool, can_uva: bool) -> "Residence":
         """Return the residence that a machine can serve in place of this one."""
+        lacks_any = (self.needs_pin and not can_pin) or (self.needs_uva and not can_uva)
+        return ON_DEMAND if lacks_any else self
 
-    @abstractmethod
     def label(self, num_slots: int) -> str:
-        """Return how units reach the compute, in words."""
+        """Return how units reach the compute, in words, where they have so many slots."""
+        del num_slots
+        return self.words
 
     def link_bytes(
         self, units: Sequence["Unit"], formats: TensorFormats, num_slots: int, *, is_staged: bool
@@ -97,46 +107,23 @@ class Resident(Residence):
     """In GPU memory."""
 
     name = "resident"
+    words = "in GPU memory"
+    usual_feed = Feed.DIRECT
     is_offloaded = False
-
-    @override
-    def feed(self, *, is_staged: bool) -> Feed:
-        return Feed.DIRECT
-
-    @override
-    def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
-        return 0
-
-    @override
-    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
-        return self
-
-    @override
-    def label(self, num_slots: int) -> str:
-        return "in GPU memory"
 
 
 class InPlace(Residence):
     """In pinned host memory, read in place; steps of many tokens stage it through slots."""
 
     name = "uva"
+    words = "read in place"
+    usual_feed = Feed.DIRECT
     reads_in_place = True
-
-    @override
-    def feed(self, *, is_staged: bool) -> Feed:
-        return Feed.AHEAD if is_staged else Feed.DIRECT
+    needs_pin = needs_uva = True
 
     @override
     def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
         return min(2, num_units) if stages else 0
-
-    @override
-    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
-        return self if can_pin and can_uva else ON_DEMAND
-
-    @override
-    def label(self, num_slots: int) -> str:
-        return "read in place"
 
 
 class Cached(Residence):
@@ -146,67 +133,39 @@ class Cached(Residence):
     """
 
     name = "cached"
-
-    @override
-    def feed(self, *, is_staged: bool) -> Feed:
-        return Feed.ROUTED
-
-    @override
-    def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
-        return 0
-
-    @override
-    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
-        return self if can_pin and can_uva else ON_DEMAND
-
-    @override
-    def label(self, num_slots: int) -> str:
-        return "cached"
+    words = "cached"
+    usual_feed = Feed.ROUTED
+    needs_pin = needs_uva = True
 
 
 class CopiedAhead(Residence):
     """In pinned host memory, copied ahead into a ring of slots."""
 
     name = "prefetch"
+    words = "copied ahead"
+    usual_feed = Feed.AHEAD
     wraps = True
-
-    @override
-    def feed(self, *, is_staged: bool) -> Feed:
-        return Feed.AHEAD
+    needs_pin = True
 
     @override
     def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
         return min(lookahead + 1, num_units)
 
     @override
-    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
-        return self if can_pin else ON_DEMAND
-
-    @override
     def label(self, num_slots: int) -> str:
-        return f"copied ahead, {num_slots} slots"
+        return f"{self.words}, {num_slots} slots"
 
 
 class OnDemand(Residence):
     """In host memory, pinned or pageable, copied when its layer runs."""
 
     name = "on_demand"
-
-    @override
-    def feed(self, *, is_staged: bool) -> Feed:
-        return Feed.ON_COMPUTE
+    words = "copied on demand"
+    usual_feed = Feed.ON_COMPUTE
 
     @override
     def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
         return 1
-
-    @override
-    def served(self, *, can_pin: bool, can_uva: bool) -> Residence:
-        return self
-
-    @override
-    def label(self, num_slots: int) -> str:
-        return "copied on demand"
 
 
 RESIDENT: Final = Resident()
