@@ -359,12 +359,9 @@ def ways_to_place(asked: Asked, planned: Planned) -> Iterator[Way]:
     has_selectors = any(_selectors(asked.config.offload))
     if not has_selectors and (way := _lossless_way(asked)):
         yield way
-    if asked.config.offload.backend != "none":
-        bare = with_offload(asked, OffloadConfig())
-        resident = build_plan(bare, assign_resident(asked.spec))
-        if plan_fits(resident):
-            yield Way(settings=("offload=none",), asked=bare, plan=resident)
-            return
+    if asked.config.offload.backend != "none" and (way := _resident_way(asked)):
+        yield way
+        return
     yield from _chosen_ways(asked, planned)
     if way := _set_in_codes(asked):
         yield way
@@ -400,13 +397,7 @@ def better_ways(asked: Asked, plan: MemoryPlan, planned: Planned) -> list[Way]:
     now = Way(settings=(), asked=asked, plan=plan)
     found = list(ways_to_place(asked, planned))
     if asked.config.offload.backend != "none" or asked.config.planner.choose:
-        bare = with_offload(asked, OffloadConfig())
-        resident = build_plan(bare, assign_resident(asked.spec))
-        found += (
-            [Way(settings=("offload=none",), asked=bare, plan=resident)]
-            if plan_fits(resident)
-            else []
-        )
+        found += filter(None, [_resident_way(asked)])
     if now.reads_kv_in_place:
         found += _without_host_kv(asked, planned)
     context = context_of([now, *found])
@@ -510,17 +501,29 @@ def auto_settings(asked: Asked) -> tuple[str, ...]:
     undone = [words for words, given in zip(selectors, is_set, strict=True) if given]
     if "cpu_offload_gb" in planner.auto_fields:
         undone.insert(0, "planner.auto_fields=[]")
+    return ("offload=auto", *undone, *objective_settings(planner))
+
+
+def objective_settings(planner: PlannerConfig) -> tuple[str, ...]:
+    """Return what is set of what placements are chosen for."""
     default = PlannerConfig()
-    kept = [
-        f"planner.{name}={yaml_text(getattr(planner, name))}"
-        for name in ("objective", "referee", "kv_tokens")
-        if getattr(planner, name) != getattr(default, name)
-    ]
-    return ("offload=auto", *undone, *kept)
+    asked = {name: getattr(planner, name) for name in ("objective", "referee", "kv_tokens")}
+    return tuple(
+        f"planner.{name}={yaml_text(value)}"
+        for name, value in asked.items()
+        if value != getattr(default, name)
+    )
 
 
 def _selectors(offload: OffloadConfig) -> tuple[bool, bool]:
     return bool(offload.uva.cpu_offload_params), bool(offload.prefetch.offload_params)
+
+
+def _resident_way(asked: Asked) -> Way | None:
+    """Return everything on the GPU, in formats as set; None: no room."""
+    bare = with_offload(asked, OffloadConfig())
+    plan = build_plan(bare, assign_resident(asked.spec))
+    return Way(settings=("offload=none",), asked=bare, plan=plan) if plan_fits(plan) else None
 
 
 def _lossless_way(asked: Asked) -> Way | None:

@@ -20,6 +20,7 @@ from engine.plan.answer import (
     Answer,
     least_prefetch,
     least_uva,
+    objective_settings,
     prefetch_way,
 )
 from engine.plan.cards import DeviceFacts
@@ -29,7 +30,7 @@ from engine.plan.queue import queue_s
 from engine.plan.rates import Rates, rates_for
 from engine.plan.times import Shape, decode_step_s, load_s, prefill_s, shape_of
 from engine.plan.weight_format import LOSSLESS, MIXED, NOTHING_KNOWN, PLAIN, in_codes
-from engine.sealed import GIB, yaml_text
+from engine.sealed import GIB
 from harness.config.command import command_with
 from harness.config.engine import with_model
 from harness.config.schema import LatencyScenario, QualityScenario, RunConfig, ScenarioConfig
@@ -348,10 +349,7 @@ def _backend(base: EngineConfig) -> str:
 
 def _auto_overrides(planner: PlannerConfig) -> tuple[str, ...]:
     """What to type for a choice."""
-    default = PlannerConfig()
-    asked = {name: getattr(planner, name) for name in ("objective", "referee", "kv_tokens")}
-    chosen = {name: value for name, value in asked.items() if value != getattr(default, name)}
-    return ("offload=auto", *(f"planner.{name}={yaml_text(chosen[name])}" for name in chosen))
+    return ("offload=auto", *objective_settings(planner))
 
 
 def _unpackable(config: EngineConfig) -> Mapping[str, str]:
