@@ -9,14 +9,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from catalogue.files import read_json
 from catalogue.processes import ROOT
 from engine.asked.config import EngineConfig
 from engine.errors import RequestError
 from engine.model.gguf import files_of, is_gguf
-from harness.work.drive import Clock, Engine, OnProgress, run_requests
+from harness.work.drive import Conduct, Engine, run_requests
 from reports.record.record import write_text_atomic
 
 STREAM: Final = "correctness"
@@ -31,17 +31,10 @@ class WrongTokensError(RuntimeError):
 
 
 def greedy_tokens(
-    llm: Engine,
-    prompts: Sequence[Sequence[int]],
-    output_tokens: int,
-    *,
-    clock: Clock,
-    on_progress: OnProgress | None = None,
+    llm: Engine, prompts: Sequence[Sequence[int]], output_tokens: int, **how: Unpack[Conduct]
 ) -> list[list[int]]:
     """Return the greedy tokens of each prompt, run one at a time, or raise RequestError."""
-    requests, _ = run_requests(
-        llm, prompts, output_tokens, clock=clock, prefix=STREAM, on_progress=on_progress
-    )
+    requests, _ = run_requests(llm, prompts, output_tokens, prefix=STREAM, **how)
     for index, request in enumerate(requests):
         if not request.is_complete or len(request.token_ids) != output_tokens:
             raise RequestError(
@@ -52,20 +45,13 @@ def greedy_tokens(
 
 
 def tokens_of_answered(
-    llm: Engine,
-    prompts: Sequence[Sequence[int]],
-    output_tokens: int,
-    *,
-    clock: Clock,
-    on_progress: OnProgress | None = None,
+    llm: Engine, prompts: Sequence[Sequence[int]], output_tokens: int, **how: Unpack[Conduct]
 ) -> tuple[dict[int, list[int]], list[str]]:
     """Return prompt -> greedy tokens of the prompts that a peer answered, and why others failed.
 
     A request that fails says nothing of the others: the run goes on and its failures are counted.
     """
-    requests, _ = run_requests(
-        llm, prompts, output_tokens, clock=clock, prefix=STREAM, on_progress=on_progress
-    )
+    requests, _ = run_requests(llm, prompts, output_tokens, prefix=STREAM, **how)
     found = {i: request.token_ids for i, request in enumerate(requests) if request.is_complete}
     failed = [request for request in requests if not request.is_complete]
     if not failed:
