@@ -287,7 +287,8 @@ def _files(facts: Facts) -> Iterator[Line]:
     elif facts.store_runs is None:
         yield Line("MLflow", "ok", "no database yet; the first run makes it")
     else:
-        yield Line("MLflow", "ok", f"{facts.store_runs} runs in {facts.store}")
+        runs = "1 run" if facts.store_runs == 1 else f"{facts.store_runs} runs"
+        yield Line("MLflow", "ok", f"{runs} in {facts.store}")
 
 
 def collect() -> Facts:

@@ -107,7 +107,7 @@ class Way:
             parts = [f"up to {self.plan.max_model_len:,} tokens", *parts[: bool(self.moved_bytes)]]
         if self.reads_kv_in_place:
             far = self.plan.kv.blocks(self.plan.max_model_len)[0] - self.plan.num_gpu_blocks
-            parts.append(f"{gib(far * self.plan.block_bytes)} of KV read in host memory")
+            parts.append(f"{gib(far * self.plan.block_bytes)} of KV read from host memory")
         return ", ".join([*parts, *(["same tokens"] if self.is_lossless else [])])
 
     def to_dict(self, context: int | None) -> dict[str, Any]:
@@ -453,7 +453,7 @@ def _context_lines(context: int | None) -> list[str]:
     """Say at which length ways were compared, where it is not a short one."""
     if context is None:
         return []
-    text = f"Rates are at {context:,} tokens, whose KV lies in host memory in some of them."
+    text = f"Rates are for {context:,} tokens; some rows keep part of their KV in host memory."
     return labelled("Note", text)
 
 
@@ -490,7 +490,9 @@ def length_row(asked: Asked, plan: MemoryPlan, planned: Planned) -> list[Row]:
     if found is None:
         return [("Length", length, "-", "the model's own length does not fit")]
     per_s = f"{rate(found.tokens_s(context_of([found])))} tok/s"
-    return [("Length", " ".join(found.settings), per_s, f"all of the model, {found.effect()}")]
+    return [
+        ("Length", " ".join(found.settings), per_s, f"full length of the model, {found.effect()}")
+    ]
 
 
 def auto_settings(asked: Asked) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from engine.plan.answer import labelled, wrapped
 from engine.sealed import GIB
 from harness.config.command import command_with
 from harness.config.schema import SweepContext
+from reports.record.judging import predicts_another_card
 from reports.record.metrics import (
     PREDICTED,
     found,
@@ -115,7 +116,7 @@ def build_report(folder: Path) -> list[str]:
 _MAX_REASONS: Final = 8
 _LINE_FIGURES: Final = 4
 """Figures in the line of a point of a sweep."""
-_OF_THAT_CARD: Final = " (of that card)"
+_FOR_THE_CARD: Final = " (for the card)"
 """Behind a time that was predicted for a card, where a CPU ran: their difference says nothing."""
 
 
@@ -232,20 +233,21 @@ def _planned(record: RunRecord) -> Iterable[str]:
         value = record.metrics.get(f"predicted/{quantity}")
         difference = record.metrics.get(f"predicted/{quantity}_difference_pct")
         if value is not None and difference is not None:
-            measured, rates_of = value / (1 + difference / 100), _rates_of(predicted, quantity)
-            share = "" if rates_of == _OF_THAT_CARD else f" ({difference:+.1f} %)"
+            measured, rates_of = value / (1 + difference / 100), _rates_of(record, quantity)
+            share = "" if rates_of == _FOR_THE_CARD else f" ({difference:+.1f} %)"
             yield (
                 f"  {base}: predicted{rates_of} {number(value)}, measured {number(measured)}{share}"
             )
 
 
-def _rates_of(predicted: Mapping[str, Any] | None, quantity: str) -> str:
+def _rates_of(record: RunRecord, quantity: str) -> str:
     """Return what to say where a predicted time is not of rates of the machine that ran."""
+    predicted = (record.plan or {}).get("predicted")
     source = "" if predicted is None else str(predicted["rates"]["source"])
     if quantity == "gpu_peak_gib":
         return ""
-    if "which a CPU stands in for" in source:
-        return _OF_THAT_CARD
+    if predicts_another_card(record):
+        return _FOR_THE_CARD
     return " (assumed rates)" if "assumed" in source else ""
 
 

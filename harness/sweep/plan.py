@@ -73,7 +73,8 @@ def _other_lines(found: Forecast, reported_gib: float) -> list[str]:
         return [
             "",
             *wrapped(
-                f"{head}. {least:.2f} GiB are missing, more than the {size:.2f} GiB of its weights."
+                f"{head}. {least:.2f} GiB are missing, more than the {size:.2f} GiB of its "
+                "weights, so offloading weights is not enough."
             ),
         ]
     vllm = f"vllm serve {name} --cpu-offload-gb {least:g} --max-model-len {length}"

@@ -32,7 +32,7 @@ CONVENTIONS: Final = (
     " over their logarithms.",
     "noise is what the mean of as many pairs could differ from 1 by chance, from runs of side a"
     " against itself: their root mean square, times Student's t. Below it, or where the interval"
-    " holds 1, no difference is resolved.",
+    " includes 1, no difference is resolved.",
     "total time is the load and all timed requests of one run, of repeated parts the mean of once; "
     "checks and warm-ups are left out.",
 )

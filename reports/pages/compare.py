@@ -34,7 +34,7 @@ from reports.record.text import ABSENT, leaf, shorten
 GAINS: Final = (
     "Above 1 is better in every row: of rates the run over the base, of times and sizes the base"
     " over the run. Green is better, red worse. An interval holds every ratio of two means within"
-    " their 95 % intervals over repeats; where it holds 1, nothing is settled."
+    " their 95 % intervals over repeats; where it includes 1, nothing is settled."
 )
 LEAST: Final = 0.005
 """Share by which a figure has to differ to be marked."""

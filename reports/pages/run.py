@@ -26,6 +26,7 @@ from reports.pages.page import (
     value_tables,
 )
 from reports.pages.verdict import verdict
+from reports.record.judging import predicts_another_card
 from reports.record.metrics import (
     CONVENTIONS,
     PREDICTED,
@@ -147,7 +148,12 @@ def is_far(difference_pct: float) -> bool:
 
 
 def _difference(record: RunRecord, base: str) -> float | None:
-    """Return by how many percent the prediction of a metric is above what was measured."""
+    """Return by how many percent the prediction of a metric is above what was measured.
+
+    None where there is none, or where it is for another card.
+    """
+    if predicts_another_card(record):
+        return None
     for quantity, other in PREDICTED.items():
         if other == base:
             return record.metrics.get(f"predicted/{quantity}_difference_pct")
@@ -175,6 +181,8 @@ def _context(record: RunRecord, metric: Metric) -> list[str]:
         predicted, difference = values.get(f"predicted/{quantity}"), _difference(record, base)
         if other == base and predicted is not None and difference is not None:
             notes.append(f"predicted {metric_text(base, predicted)}, {_off(difference)}")
+        elif other == base and predicted is not None and predicts_another_card(record):
+            notes.append(f"predicted for the card: {metric_text(base, predicted)}")
     return notes
 
 
@@ -555,8 +563,9 @@ def predicted_section(record: RunRecord) -> Section | None:
         predicted = record.metrics.get(f"predicted/{quantity}")
         if predicted is None:
             continue
-        difference = record.metrics.get(f"predicted/{quantity}_difference_pct")
-        measured = None if difference is None else predicted / (1 + difference / 100)
+        share = record.metrics.get(f"predicted/{quantity}_difference_pct")
+        measured = None if share is None else predicted / (1 + share / 100)
+        difference = None if predicts_another_card(record) else share
         if difference is not None and is_far(difference):
             kinds[len(rows)] = "warn"
         rows.append(
@@ -578,6 +587,8 @@ def predicted_section(record: RunRecord) -> Section | None:
     source = facts.dig_text(record.plan, "predicted.rates.source")
     text = [] if source is None else [f"Rates: {leaf(source)}."]
     text += [f"Marked: off by more than {FAR_PCT} %."] if kinds else []
+    if predicts_another_card(record):
+        text.append("Predicted for the card and measured on the CPU, so not compared.")
     return Section(title="Predicted and measured", text=(" ".join(text),), tables=(table,))
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
@@ -102,9 +103,11 @@ def sweep_page(
     )
     num_valid = num_ok - sum(r.status == "ok" and judged(r) is False for r in records)
     num_partial = sum(row.status == "partial" for row in rows)
+    others = Counter(row.status for row in rows if row.status not in {"ok", "partial"})
     kind: Kind = "good" if num_valid == total else "warn" if num_ok or num_partial else "bad"
     label = f"{num_ok} of {total} point{'s'[: total != 1]} ok"
     label += f", {num_partial} partial" if num_partial else ""
+    label += "".join(f", {count} {status}" for status, count in others.items())
     label += f", {num_ok - num_valid} of them not valid" if num_valid < num_ok else ""
     label += f", {total - len(rows)} not begun" if total > len(rows) else ""
     return Page(

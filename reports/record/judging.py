@@ -82,11 +82,11 @@ class Best:
         times = f"{share} times as good as" if share != "1.00" else "the same as"
         times = f"{times} {self.next_label}"
         if self.interval is None:
-            return f"{times}, but not both were repeated"
+            return f"{times}, but one or both ran only once"
         span = f"{self.interval[0]:.3f} to {self.interval[1]:.3f}"
-        return (
-            f"{times} ({span})" if self.is_settled else f"{times}, but the interval {span} holds 1"
-        )
+        if self.is_settled:
+            return f"{times} ({span})"
+        return f"{times}, but the interval {span} includes 1"
 
     @property
     def remedy(self) -> str:
@@ -138,7 +138,7 @@ def best_of(points: Sequence[tuple[str, Metrics]], metric: Metric) -> Best | Non
 
 
 UNRESOLVED: Final = "no difference resolved"
-"""Verdict of a ratio whose interval holds 1, or that noise alone could give."""
+"""Verdict of a ratio whose interval includes 1, or that noise alone could give."""
 _MOST: Final = 3
 """Quantities that a sentence names."""
 
@@ -203,6 +203,12 @@ LANE_GB_S: Final[Mapping[int, float]] = MappingProxyType(
     {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 )
 """PCIe generation -> GB/s of one lane before packet headers, which nothing exceeds."""
+
+
+def predicts_another_card(record: RunRecord) -> bool:
+    """Return whether predictions are for a card that a CPU stood in for, so not comparable."""
+    predicted = (record.plan or {}).get("predicted") or {}
+    return "which a CPU stands in for" in str((predicted.get("rates") or {}).get("source"))
 
 
 def impossible_rate(record: RunRecord) -> str:

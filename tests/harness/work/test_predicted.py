@@ -121,7 +121,7 @@ def test_summary_and_page_show_both() -> None:
     assert "  latency/tpot_ms: predicted (assumed rates) 12.0, measured 10.0 (+20.0 %)" in lines
     plan["predicted"]["rates"]["source"] = "sheet of a card, which a CPU stands in for"
     lines = summary_lines(record, Path("absent"), view_command=None)
-    assert "  latency/tpot_ms: predicted (of that card) 12.0, measured 10.0" in lines
+    assert "  latency/tpot_ms: predicted (for the card) 12.0, measured 10.0" in lines
     first, second = section.tables[0].rows
     assert (first[0], first[3]) == ("latency/tpot_ms", "+20.0 %")
     assert second[0] == "load/total_s"

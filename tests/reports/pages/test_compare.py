@@ -54,7 +54,7 @@ def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path
     assert page.verdict.answer.startswith(
         "No winner: b has the best output 103.0 tok/s, 1.03 times"
     )
-    assert page.verdict.answer.endswith("but the interval 0.862 to 1.231 holds 1")
+    assert page.verdict.answer.endswith("but the interval 0.862 to 1.231 includes 1")
     assert [card.kind for card in page.cards] == ["plain", "plain"]
 
 
@@ -80,7 +80,7 @@ def test_without_repeats_there_is_no_winner(tmp_path):
     page = compare_page(rows_of(tmp_path, ok_record(), peer_record()), {})
     assert page.verdict.answer == (
         "No winner without repeats: olmo7b-uva-rtx4080_16gb has the best output 402.7 tok/s, 2.00"
-        " times as good as peer, but not both were repeated"
+        " times as good as peer, but one or both ran only once"
     )
     wrong = ok_record(name="b", valid=False)
     page = compare_page(rows_of(tmp_path, ok_record(), wrong), {})

@@ -10,6 +10,7 @@ from reports.pages.page import tree_table
 from reports.pages.run import asked_section, failed_section, run_page
 from reports.pages.verdict import error_line, status_kind, verdict
 from reports.pages.write import render
+from reports.record.text import ABSENT
 from tests.reports.examples import config, expert_rows, gib, no_fit_record, ok_record
 from tests.reports.figures.test_run import served
 
@@ -465,6 +466,12 @@ def test_cards_have_context_and_their_definitions_as_tips():
     assert tpot.note == (
         "p90 170.0 ms; the link allows 155.0 ms (99 % reached); predicted 120.0 ms, 23 % too low"
     )
+    rates = {"rates": {"source": "sheet of x, which a CPU stands in for"}}
+    page = run_page(replace(record, plan=record.plan | {"predicted": rates}))
+    other = next(card for card in page.cards if card.label == "TPOT p50")
+    assert (other.kind, other.note.split("; ")[-1]) == ("plain", "predicted for the card: 120.0 ms")
+    (table,) = next(s for s in page.sections if s.title.startswith("Pred")).tables
+    assert (table.kinds, {row[3] for row in table.rows}) == ({}, {ABSENT})
     peak = cards["GPU peak"]
     assert (peak.kind, peak.note) == (
         "plain",

@@ -60,7 +60,7 @@ def test_csv_text_cannot_be_a_formula(tmp_path):
 
 def test_sweep_page_shows_every_point_and_its_reason(sweep_dir):
     page = read_html(sweep_dir, "sweep.html")
-    assert "2 of 6 points ok" in page.words
+    assert "2 of 6 points ok, 1 no_fit" in page.words
     table = {row[0]: row for row in page.rows if len(row) == 8}
     assert table["1. offload=uva"][1:5] == ["ok, valid", "402.7", "223.7", "156.8"]
     assert table["2. offload=prefetch"][1:4] == ["ok, valid", "431.2", "223.7"]

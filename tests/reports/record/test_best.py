@@ -19,8 +19,8 @@ def rate(mean, half=None):
 @pytest.mark.parametrize(
     ("half", "is_settled", "words"),
     [
-        (None, False, "1.32 times as good as b, but not both were repeated"),
-        (10.0, False, "but the interval 0.599 to 3.221 holds 1"),
+        (None, False, "1.32 times as good as b, but one or both ran only once"),
+        (10.0, False, "but the interval 0.599 to 3.221 includes 1"),
         (1.0, True, "1.32 times as good as b (1.220 to 1.429)"),
     ],
 )
