@@ -76,22 +76,13 @@ def _compare(typed: Sequence[str]) -> int:
         "--out", type=Path, default=Path("comparison"), help="where to write (default: comparison)"
     )
     options = parser.parse_args(typed)
-    compare(options.run, options.out)
-    return 0
-
-
-def compare(folders: Sequence[Path], out: Path) -> None:
-    """Write the comparison of runs and print it as Markdown.
-
-    Raises:
-        RecordError: a record cannot be read, or the runs did not do the same work.
-    """
-    if len(folders) < 2:
+    if len(options.run) < 2:
         raise RecordError("compare: expected at least two runs, got one.")
-    paths = write_compare_report(folders, out)
+    paths = write_compare_report(options.run, options.out)
     (text,) = [path for path in paths if path.suffix == ".md"]
     sys.stdout.write(text.read_text(encoding="utf-8"))
     _print_paths(paths)
+    return 0
 
 
 def _guarded(work: Callable[[], int]) -> int:

@@ -8,11 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from catalogue.files import expanded, tightfit_home
-from catalogue.terminal import EXIT_OK, say, show
+from catalogue.terminal import EXIT_OK, columns, say, show
 from engine.errors import ConfigError, did_you_mean
+from engine.plan.answer import wrapped
+
+if TYPE_CHECKING:
+    from reports.compare import Run
 
 LATEST: Final = "latest"
 KEPT_IN: Final = ("runs", "searches")
@@ -132,10 +136,8 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document, no page")
     options = parser.parse_args(arguments)
     if not options.json:
-        from reports.__main__ import compare as write_comparison  # noqa: PLC0415  draws
-
         with _unlike_is_refused():
-            write_comparison([find_run(word) for word in options.run], options.out)
+            show(_compared([find_run(word) for word in options.run], options.out))
         return EXIT_OK
     from harness.sweep.document import print_document  # noqa: PLC0415  only here
 
@@ -145,6 +147,54 @@ def compare(arguments: Sequence[str]) -> int:
         return EXIT_OK
 
     return print_document(fill)
+
+
+def _compared(folders: Sequence[Path], out: Path) -> list[str]:
+    """Write the page of a comparison; return its verdict and figures as lines of text."""
+    from reports.compare import comparable_metrics  # noqa: PLC0415  when it runs
+    from reports.pages.compare import compare_page  # noqa: PLC0415
+    from reports.pages.write import write_compare_report  # noqa: PLC0415  draws
+    from reports.record.judging import gain  # noqa: PLC0415
+    from reports.record.metrics import metric_number  # noqa: PLC0415
+
+    rows = _rows(folders)
+    write_compare_report(folders, out)
+    page = compare_page(rows, {})
+    table = [["", *(row.label for row in rows)]]
+    for metric in comparable_metrics(rows):
+        gains = [gain(metric, rows[0].metrics, row.metrics) for row in rows]
+        values = [metric_number(metric.name, row.metrics.get(metric.name)) for row in rows]
+        ratios = ["", *("" if value is None else f" ({value:.2f}x)" for value in gains[1:])]
+        table.append([metric.heading, *map(str.__add__, values, ratios)])
+    assert page.verdict is not None
+    texts = [*page.banners, page.verdict.answer, page.verdict.label, *page.verdict.lines]
+    return [
+        *(line for text in texts if text for line in wrapped(text)),
+        "",
+        *columns(table),
+        "",
+        *wrapped(f"In brackets: how many times as good as {rows[0].label}; above 1x is better."),
+        f"page  {out / 'compare.html'}",
+    ]
+
+
+def _rows(folders: Sequence[Path]) -> list["Run"]:
+    """Return the runs of a comparison.
+
+    Raises:
+        RecordError: a record cannot be read, or the runs did not do the same work.
+    """
+    from reports import compare as compared  # noqa: PLC0415  when it runs
+    from reports.record.folders import load_run  # noqa: PLC0415
+    from reports.record.judging import believed  # noqa: PLC0415
+    from reports.record.record import RecordError  # noqa: PLC0415
+
+    if len(folders) < 2:
+        raise RecordError("compare: expected at least two runs, got one.")
+    rows = compared.compare_rows([(folder, believed(load_run(folder))) for folder in folders])
+    compared.check_distinct(rows)
+    compared.check_alike(rows)
+    return rows
 
 
 @contextmanager
@@ -163,18 +213,15 @@ def comparison(folders: Sequence[Path]) -> dict[str, Any]:
     Raises:
         RecordError: a record cannot be read, or the runs did not do the same work.
     """
-    from reports import compare as compared  # noqa: PLC0415  when it runs
-    from reports.record.folders import load_run  # noqa: PLC0415
-    from reports.record.judging import believed, gain, gain_interval  # noqa: PLC0415
+    from reports.compare import comparable_metrics, differing_settings  # noqa: PLC0415  when it runs
+    from reports.record.judging import gain, gain_interval  # noqa: PLC0415
 
-    rows = compared.compare_rows([(folder, believed(load_run(folder))) for folder in folders])
-    compared.check_distinct(rows)
-    compared.check_alike(rows)
-    metrics = compared.comparable_metrics(rows)
+    rows = _rows(folders)
+    metrics = comparable_metrics(rows)
     base = rows[0].metrics
     return {
         "kind": "comparison",
-        "settings": compared.differing_settings([row.record for row in rows]),
+        "settings": differing_settings([row.record for row in rows]),
         "runs": [
             {
                 "label": row.label,

@@ -116,6 +116,18 @@ def test_compare_takes_ids_and_prints_json(home: Path, capsys: pytest.CaptureFix
         assert document["message"] in shown.err
 
 
+def test_compare_prints_verdict_and_figures(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", OLD, "latest", "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("No winner without repeats: ")
+    (row,) = [line for line in lines if line.startswith("  output (tok/s) ")]
+    assert row.endswith(" (1.00x)")
+    assert lines[-1] == f"page  {tmp_path / 'out' / 'compare.html'}"
+    assert (tmp_path / "out" / "compare.html").is_file()
+
+
 def test_compare_refuses_as_the_other_commands_do(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
