@@ -41,12 +41,14 @@ class Kernel:
         is_half: whether elements are float16, else bfloat16.
         starts_early: whether it may start while the kernel before it ends; it holds its places on
             the card until that one is done, which that one then lacks if it is large.
+        least_blocks: that registers leave room for on a multiprocessor.
     """
 
     expression: str
     num_threads: int
     is_half: bool = False
     starts_early: bool = True
+    least_blocks: int = 1
 
     def options(self, capability: tuple[int, int]) -> list[str]:
         """Return the compiler's options.
@@ -60,6 +62,7 @@ class Kernel:
             "-std=c++17",
             f"-DKERNEL={self.expression}",
             f"-DTHREADS={self.num_threads}",
+            f"-DLEAST_BLOCKS={self.least_blocks}",
         ]
         return options + ["-DHALF"] * self.is_half + ["-DHOPPER"] * bool(suffix)
 

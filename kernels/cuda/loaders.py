@@ -34,7 +34,8 @@ class Loader:
     Attributes:
         expression: its name, with its template arguments.
         tile_bytes: what it copies for 16 rows and 64 inputs, a multiple of 16.
-        steps: of 64 inputs, multiplied between two waits where tokens are at most 16.
+        steps: of 64 inputs, which are multiplied between two waits at least where tokens are at
+            most 16.
     """
 
     expression: str

@@ -2,7 +2,8 @@
 // restored. kernels/arguments.py says how codes and quantised values are laid out, products.py which shape runs.
 //
 // All kinds of weights pass the same registers in the same order, so their results have equal bits.
-// A source is compiled with KERNEL (the entry), THREADS and, where they apply, HALF (fp16) and HOPPER.
+// A source is compiled with KERNEL (the entry), THREADS, LEAST_BLOCKS (that registers leave room for) and, where they apply,
+// HALF (fp16) and HOPPER.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -55,6 +56,19 @@ template <int N> __device__ __forceinline__ void wait_copies() {
 __device__ __forceinline__ uint4 load16(u32 at) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+
+// Have a pointer as it is in a register: else loops add to it anew what was added before them.
+template <class T> __device__ __forceinline__ void settle(T*& pointer) { asm volatile("" : "+l"(pointer)); }
+
+__device__ __forceinline__ void store8(u32 to, u32 x, u32 y) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(x), "r"(y) : "memory"); }
+
+__device__ __forceinline__ void store4(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+
+__device__ __forceinline__ u32 load1(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
   return v;
 }
 
@@ -144,6 +158,14 @@ __device__ __forceinline__ float half_of(u32 pair, int second) {
   return f;
 }
 
+// One of two numbers of 16 bits, twice: instructions read a half twice by themselves.
+__device__ __forceinline__ u32 doubled(u32 pair, int second) {
+  u32 r;
+  if (second) asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {h, h};\n}" : "=r"(r) : "r"(pair));
+  else asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {l, l};\n}" : "=r"(r) : "r"(pair));
+  return r;
+}
+
 #define PAIRWISE(name, operation)                                                 \
   __device__ __forceinline__ u32 name(u32 a, u32 b) {                             \
     u32 r;                                                                        \
@@ -203,30 +225,32 @@ constexpr u32 EXPONENT = 0x00800080u;  // 1 in the exponents of both halves
 
 // ---- The weights of one warp: tiles of 16 rows x 64 inputs, copied ahead into shared memory
 //
-// `copy` copies a step and goes on by `stride` of them; `load` gives the registers of two products, 32 inputs, and is
-// called for half 0 of a step before half 1. Beside<R> copies what R tiles have beside that. STEPS: multiplied between
-// two waits where tokens are few.
+// `copy` copies the step that is `ahead` steps further, `advance` goes on by so many; `load` gives the registers of two
+// products, 32 inputs, and is called for half 0 of a step before half 1. STEPS: the most that are multiplied between
+// two waits. Beside<R, STEPS, STRIDE> copies what R tiles have beside that, of STEPS steps, each STRIDE behind the last.
 
-template <int R> struct Nothing {
+template <int R, int STEPS, int STRIDE> struct Nothing {
   template <class TileOf> __device__ __forceinline__ void start(const Args& a, int steps, int step, int lane, TileOf tile_of) {}
-  __device__ __forceinline__ void copy(u32 to, int stride) {}
+  __device__ __forceinline__ void copy(u32 to) {}
 };
 
 struct Plain {
   static constexpr bool IS_RESTORED = false;
   static constexpr int BYTES = 2048, STEPS = 1;
-  template <int R> using Beside = Nothing<R>;
+  template <int R, int STEPS, int STRIDE> using Beside = Nothing<R, STEPS, STRIDE>;
   const u8* from;
 
   __device__ __forceinline__ void start(const Args& a, int tile, int steps, int step, int lane) {
     from = (const u8*)(a.weight + (size_t)(tile * 16 + (lane >> 3)) * a.weight_stride + step * 64 + (lane & 7) * 8);
   }
 
-  __device__ __forceinline__ void copy(const Args& a, u32 to, int stride, int lane) {
+  __device__ __forceinline__ void copy(const Args& a, u32 to, int ahead, int lane) const {
 #pragma unroll
-    for (int q = 0; q < 4; q++) copy16(to + swizzled(q * 4 + (lane >> 3), lane & 7), from + (size_t)q * 8 * a.weight_stride);
-    from += stride * 128;
+    for (int q = 0; q < 4; q++) copy16(to + swizzled(q * 4 + (lane >> 3), lane & 7), from + (size_t)q * 8 * a.weight_stride + ahead * 128);
   }
+
+  __device__ __forceinline__ void advance(int steps) { from += steps * 128; }
+  __device__ __forceinline__ void settle() { ::settle(from); }
 
   __device__ __forceinline__ void load(u32 at, int half, int lane, u32* w0, u32* w1) {
     load_matrices(w0, at + swizzled(lane & 15, half * 4 + (lane >> 4)));
@@ -237,7 +261,7 @@ struct Plain {
 struct Codes {
   static constexpr bool IS_RESTORED = true;
   static constexpr int BYTES = 1536, STEPS = 1;
-  template <int R> using Beside = Nothing<R>;
+  template <int R, int STEPS, int STRIDE> using Beside = Nothing<R, STEPS, STRIDE>;
   const u8* from;
   const u8* from_codes;
   const u16* table;
@@ -252,13 +276,18 @@ struct Codes {
     table = a.table + a.offsets[tile];
   }
 
-  __device__ __forceinline__ void copy(const Args& a, u32 to, int stride, int lane) {
-    copy16(to + lane * 16, from);
-    copy16(to + 512 + lane * 16, from + 512);
-    copy16(to + 1024 + lane * 16, from_codes);
-    from += stride * 1024;
-    from_codes += stride * 512;
+  __device__ __forceinline__ void copy(const Args& a, u32 to, int ahead, int lane) const {
+    copy16(to + lane * 16, from + ahead * 1024);
+    copy16(to + 512 + lane * 16, from + ahead * 1024 + 512);
+    copy16(to + 1024 + lane * 16, from_codes + ahead * 512);
   }
+
+  __device__ __forceinline__ void advance(int steps) {
+    from += steps * 1024;
+    from_codes += steps * 512;
+  }
+
+  __device__ __forceinline__ void settle() { ::settle(from), ::settle(from_codes); }
 
   __device__ __forceinline__ void load(u32 at, int half, int lane, u32* w0, u32* w1) {
     const uint4 bytes = load16(at + half * 512 + lane * 16);
@@ -286,7 +315,7 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
   static constexpr int AT_SCALE = VALUE_BYTES + HIGH_BYTES, AT_ZERO = AT_SCALE + SCALE_BYTES, AT_LOW = AT_ZERO + (HAS & ZERO ? SPAN_BYTES : 0);
   static constexpr int AT_SUBSCALE = AT_LOW + (HAS & LOW ? SCALE_BYTES : 0), AT_SUBLOW = AT_SUBSCALE + (HAS & SUBSCALE ? SUBSPAN_BYTES : 0);
   static constexpr int BYTES = AT_SUBLOW + (HAS & SUBLOW ? SUBSPAN_BYTES : 0);
-  static constexpr int STEPS = 2, PIECES = (BYTES - VALUE_BYTES) / 16;
+  static constexpr int STEPS = IN_BYTES ? 2 : 4, PIECES = (BYTES - VALUE_BYTES) / 16;
   static constexpr bool IS_EXACT = SCALES != IN_FLOAT32 && (VALUES != UINT8 || SCALES == IN_BFLOAT16 || !(HAS & SUBSCALE));
 #ifdef HALF
   static constexpr bool IN_PAIRS = SCALES == IN_FLOAT16 && VALUES != TABLE4 && !(HAS & (LOW | SUBSCALE)), IN_BF16 = false;
@@ -296,11 +325,14 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
 #endif
   // Integers that nothing is subtracted from become float32 as they are: float16 that are not normal, times 2^24.
   static constexpr bool IS_SMALL = VALUES <= UINT6 && !IN_PAIRS && !(HAS & (ZERO | OFFSET));
+  // Products of two scales: a lane computes that of one row in each PART of a step's columns, for those that have the row.
+  static constexpr bool IS_SHARED = HAS & SUBSCALE;
+  static constexpr int PART = GROUP < SUBGROUP ? GROUP : SUBGROUP, FACTORS = 1024 / PART, FACTOR_BYTES = HAS & LOW ? 8 : 4;
   const u8* from;
   u32 raw[4], high[2];                           // of a lane
   u32 zeros[2], more_zeros[2];                   // of its rows g and g + 8, each twice
   u32 scales[2], more_scales[2];                 // where IN_PAIRS, else:
-  float scale[2], low[2], sub[2], sublow[2];
+  float scale[2], low[2];
   float number;
 
   __device__ __forceinline__ void start(const Args& a, int tile, int steps, int step, int lane) {
@@ -309,25 +341,28 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
     else if (VALUES != FLOAT8 && !(HAS & ZERO)) set_zeros(a.offset * 0x0101u);
   }
 
-  __device__ __forceinline__ void copy(const Args& a, u32 to, int stride, int lane) {
-    copy16(to + lane * 16, from);
-    if (IN_BYTES) copy16(to + 512 + lane * 16, from + 512);
-    from += stride * VALUE_BYTES;
+  __device__ __forceinline__ void copy(const Args& a, u32 to, int ahead, int lane) const {
+    copy16(to + lane * 16, from + ahead * VALUE_BYTES);
+    if (IN_BYTES) copy16(to + 512 + lane * 16, from + ahead * VALUE_BYTES + 512);
   }
 
-  // What R tiles have beside the values, 16 bytes a lane.
-  template <int R> struct Beside {
-    static constexpr int PASSES = (R * PIECES + 31) / 32;
+  __device__ __forceinline__ void advance(int steps) { from += steps * VALUE_BYTES; }
+  __device__ __forceinline__ void settle() { ::settle(from); }
+
+  // What R tiles have beside the values in steps that lie one after the other, 16 bytes a lane.
+  template <int R, int STEPS, int STRIDE> struct Beside {
+    static constexpr int PASSES = (STEPS * R * PIECES + 31) / 32;
     const u8* from[PASSES];
-    u32 unit[PASSES], inverse[PASSES], place[PASSES], step;
+    u32 unit[PASSES], inverse[PASSES], place[PASSES], step[PASSES], end;
 
     template <class TileOf> __device__ __forceinline__ void start(const Args& a, int steps, int first, int lane, TileOf tile_of) {
-      step = first;
+      end = steps;
 #pragma unroll
       for (int p = 0; p < PASSES; p++) {
         const int piece = p * 32 + lane, r = piece / PIECES, at = VALUE_BYTES + piece % PIECES * 16;
-        const size_t tile = tile_of(min(r, R - 1));
-        place[p] = r < R ? r * BYTES + at : 0;
+        const size_t tile = tile_of(r % R);
+        place[p] = r * BYTES + at;
+        step[p] = r < STEPS * R ? first + r / R * STRIDE : 0x40000000;
         auto of = [&](const u8* array, int begin, int bytes, int units, u32 over) {
           if (at < begin) return;
           from[p] = array + tile * units * bytes + (at - begin);
@@ -343,11 +378,13 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
       }
     }
 
-    __device__ __forceinline__ void copy(u32 to, int stride) {
+    // Copies STEPS steps and goes on by as many.
+    __device__ __forceinline__ void copy(u32 to) {
 #pragma unroll
-      for (int p = 0; p < PASSES; p++)
-        if (place[p]) copy16(to + place[p], from[p] + __umulhi(2 * step, inverse[p]) * unit[p]);
-      step += stride;
+      for (int p = 0; p < PASSES; p++) {
+        if (step[p] < end) copy16(to + place[p], from[p] + __umulhi(2 * step[p], inverse[p]) * unit[p]);
+        step[p] += STEPS * STRIDE;
+      }
     }
   };
 
@@ -376,11 +413,48 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
     }
   }
 
+  __device__ __forceinline__ float load_scale(u32 at) const {
+    return SCALES == IN_FLOAT32 ? __uint_as_float(load4(at)) : in_float(load2(at), 0);
+  }
+
+  // Write the products of scales of a step over its values, which are in registers: [part][row] factor, base.
+  __device__ __forceinline__ void multiply_scales(u32 at, int lane) const {
+    float factor[(FACTORS + 31) / 32], base[(FACTORS + 31) / 32];
+#pragma unroll
+    for (int p = 0; p * 32 < FACTORS; p++) {
+      const int row = lane & 15, column = FACTORS == 16 ? 0 : (p * 2 + (lane >> 4)) * PART, group = column / GROUP * 16 + row, subgroup = column / SUBGROUP * 16 + row;
+      const u32 of_group = at + AT_SCALE + group * (SCALES == IN_FLOAT32 ? 4 : 2);
+      const float scale = load_scale(of_group), sub = __uint_as_float((load1(at + AT_SUBSCALE + subgroup) ^ 0x80u) | 0x4b000000u) - 8388736.f;  // signed
+      factor[p] = __fmul_rn(IS_SMALL ? scale * 0x1p24f : scale, sub);
+      if (HAS & LOW) base[p] = load_scale(of_group + AT_LOW - AT_SCALE);
+      if (HAS & SUBLOW) base[p] = __fmul_rn(base[p], __uint_as_float(load1(at + AT_SUBLOW + subgroup) | 0x4b000000u) - 8388608.f);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int p = 0; p * 32 < FACTORS; p++) {
+      const u32 to = at + (p * 32 + lane) * FACTOR_BYTES;
+      if (FACTORS == 16 && lane >= 16) continue;
+      if (HAS & LOW) store8(to, __float_as_uint(factor[p]), __float_as_uint(base[p]));
+      else store4(to, __float_as_uint(factor[p]));
+    }
+    __syncwarp();
+  }
+
   // What columns 16 * m to 16 * m + 15 of a step have in common, where it is not that of the columns before.
   __device__ __forceinline__ void load_groups(u32 at, int m, int g) {
-    const int span = m / (GROUP / 16), subspan = m / (SUBGROUP / 16);
+    const int span = m / (GROUP / 16);
+    const u32 from_scale = at + AT_SCALE + span * SCALE_BYTES / (64 / GROUP) + g * (SCALES == IN_FLOAT32 ? 8 : 4);
+    if (IS_SHARED && m % (PART / 16) == 0) {
+      const u32 from_part = at + (m / (PART / 16) * 16 + g * 2) * FACTOR_BYTES;
+      if (HAS & LOW) {
+        const uint4 v = load16(from_part);
+        scale[0] = __uint_as_float(v.x), low[0] = __uint_as_float(v.y), scale[1] = __uint_as_float(v.z), low[1] = __uint_as_float(v.w);
+      } else {
+        const uint2 v = load8(from_part);
+        scale[0] = __uint_as_float(v.x), scale[1] = __uint_as_float(v.y);
+      }
+    }
     if (m % (GROUP / 16) == 0) {
-      const u32 from_scale = at + AT_SCALE + span * SCALE_BYTES / (64 / GROUP) + g * (SCALES == IN_FLOAT32 ? 8 : 4);
       if (IN_PAIRS) {
         const u32 both = load4(from_scale);
 #pragma unroll
@@ -392,28 +466,15 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
             scales[u] = __byte_perm(upper, 0, 0x3232);
             more_scales[u] = __byte_perm(rest, 0, 0x3232);
           } else {
-            scales[u] = __byte_perm(both, 0, u ? 0x3232 : 0x1010);
+            scales[u] = doubled(both, u);
           }
         }
-      } else {
+      } else if (!IS_SHARED) {
         load_scales(from_scale, scale);
         if (IS_SMALL) scale[0] *= 0x1p24f, scale[1] *= 0x1p24f;
+        if (HAS & LOW) load_scales(from_scale + AT_LOW - AT_SCALE, low);
       }
       if (HAS & ZERO) set_zeros(load2(at + AT_ZERO + span * 16 + g * 2));
-      if (HAS & LOW) load_scales(from_scale + AT_LOW - AT_SCALE, low);
-    }
-    if (m % (SUBGROUP / 16) == 0) {
-      if (HAS & SUBSCALE) {  // signed: 128 more in a byte
-        const u32 bytes = load2(at + AT_SUBSCALE + subspan * 16 + g * 2) ^ 0x8080u;
-        const u32 both = subtract_halves(__byte_perm(bytes, 0x64646464u, 0x4140), 0x64806480u);
-        sub[0] = half_of(both, 0);
-        sub[1] = half_of(both, 1);
-      }
-      if (HAS & SUBLOW) {
-        const u32 both = subtract_halves(__byte_perm(load2(at + AT_SUBLOW + subspan * 16 + g * 2), 0x64646464u, 0x4140), 0x64006400u);
-        sublow[0] = half_of(both, 0);
-        sublow[1] = half_of(both, 1);
-      }
     }
   }
 
@@ -472,6 +533,7 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
       const uint2 v = load8(at + VALUE_BYTES + lane * 8);
       high[0] = v.x, high[1] = v.y;
     }
+    if (IS_SHARED && half == 0) multiply_scales(at, lane);
 #pragma unroll
     for (int q = 0; q < 2; q++) {
       load_groups(at, 2 * half + q, lane >> 2);
@@ -479,18 +541,17 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
 #pragma unroll
       for (int u = 0; u < 2; u++) {
         const u32 word = IN_BYTES ? raw[2 * u + q] : raw[2 * half + u];
-        const float factor = HAS & SUBSCALE ? __fmul_rn(scale[u], sub[u]) : scale[u], base = HAS & SUBLOW ? __fmul_rn(low[u], sublow[u]) : low[u];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
           u32& r = w[u + 2 * n];
           if (VALUES == TABLE4) {  // the lane whose number's low four bits are the value
             const float first = __shfl_sync(0xffffffffu, number, word >> (8 * q + 4 * n)), second = __shfl_sync(0xffffffffu, number, word >> (8 * q + 4 * n + 16));
-            r = rounded(scaled(first, factor, base), scaled(second, factor, base));
+            r = rounded(scaled(first, scale[u], low[u]), scaled(second, scale[u], low[u]));
             continue;
           }
           const u32 values = values_of(word, half, q, n, u);
-          const float each = VALUES == UINT4 && IS_SMALL && n ? factor * 0x1p-4f : factor;
-          if (!IN_PAIRS) r = rounded(scaled(half_of(values, 0), each, base), scaled(half_of(values, 1), each, base));
+          const float factor = VALUES == UINT4 && IS_SMALL && n ? scale[u] * 0x1p-4f : scale[u];
+          if (!IN_PAIRS) r = rounded(scaled(half_of(values, 0), factor, low[u]), scaled(half_of(values, 1), factor, low[u]));
           else if (!IN_BF16) r = multiply_halves(values, scales[u]);
           else if (IN_BYTES) r = multiply_add_bf16(rounded(half_of(values, 0), half_of(values, 1)), scales[u], 0x80008000u);
           else if (SCALES == IN_BFLOAT16) r = multiply_add_bf16(values, scales[u], 0x80008000u);
@@ -557,6 +618,12 @@ __device__ __forceinline__ int slot_of(const Args& a, int number, const int** it
 
 // ---- Any card from compute capability 8.0 on
 
+// Steps that are multiplied between two waits, of `most`.
+__device__ constexpr int steps_of(int token_tiles, int stages, int most) {
+  if (token_tiles > 2 || most == 1) return 1;
+  return token_tiles == 1 && stages >= 8 && stages % 4 == 0 ? most : 2;
+}
+
 // A warp multiplies R tiles of 16 rows (gates and ups in turn where GATED) by one of SPLITS shares of the inputs, which
 // are added up in order; ROWS warps have the same share, of whose tokens they copy a part each. NT: tiles of 8 tokens.
 // Of STAGES steps of 64 inputs, STEPS are multiplied while the others are copied.
@@ -565,7 +632,7 @@ __device__ __forceinline__ int slot_of(const Args& a, int number, const int** it
 // GATED, else those of pairs, and so are the rows of the result.
 template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GATED, bool EXPERTS = false>
 __device__ __forceinline__ void narrow(const Args& a) {
-  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, STEPS = NT <= 2 ? Weight::STEPS : 1, AHEAD = STAGES - STEPS;
+  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, STEPS = steps_of(NT, STAGES, Weight::STEPS), AHEAD = STAGES - STEPS, CHUNKS = STAGES / STEPS;
   static_assert(STAGES % STEPS == 0 && AHEAD >= STEPS);
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
@@ -581,39 +648,53 @@ __device__ __forceinline__ void narrow(const Args& a) {
   const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - split + SPLITS - 1) / SPLITS;
   const int first_tile = (row_block * ROWS + place) * WARP_TILES, expert_tile = EXPERTS ? slot * Q * tiles : 0;
   const int x_rows = NT == 1 && STEPS > 1 ? a.tokens : NT * 8;
-  const u32 x_bytes = x_rows * 128, stage_bytes = ROWS * R * Weight::BYTES + x_bytes;
-  const u32 base = shared_address(shared) + split * STAGES * stage_bytes, mine = x_bytes + place * R * Weight::BYTES;
   auto meet = [&]() {  // warps with the same tokens
     if (ROWS == 1) __syncwarp();
     else asm volatile("bar.sync %0, %1;" ::"r"(split + 1), "n"(ROWS * 32) : "memory");
   };
 
+  // The steps of a warp's weights lie in a ring of CHUNKS with STEPS each, and those of a share's tokens in another one.
+  constexpr u32 STEP_BYTES = R * Weight::BYTES, CHUNK_BYTES = STEPS * STEP_BYTES, RING_BYTES = CHUNKS * CHUNK_BYTES;
+  const u32 x_bytes = x_rows * 128, ring = shared_address(shared) + (split * ROWS + place) * RING_BYTES;
+  const u32 x_ring = shared_address(shared) + SPLITS * ROWS * RING_BYTES + split * STAGES * x_bytes;
+
   Weight weight[R];
-  typename Weight::template Beside<R> beside;
+  typename Weight::template Beside<R, STEPS, SPLITS> beside;
   auto tile_of = [&](int r) { return expert_tile + min(first_tile + r / Q, tiles - 1) + (GATED && (r & 1) ? tiles : 0); };
 #pragma unroll
   for (int r = 0; r < R; r++) weight[r].start(a, tile_of(r), all_steps, split, lane);
   beside.start(a, all_steps, split, lane, tile_of);
-  auto copy_weights = [&](int i) {
-    if (i < steps) {
+  auto copy_weights = [&](u32 to, int i) {
 #pragma unroll
-      for (int r = 0; r < R; r++) weight[r].copy(a, base + (i % STAGES) * stage_bytes + mine + r * Weight::BYTES, SPLITS, lane);
-      beside.copy(base + (i % STAGES) * stage_bytes + mine, SPLITS);
-    }
-  };
-  const u16* from_x = a.x + (EXPERTS ? 0 : (size_t)(lane >> 3) * a.x_stride) + split * 64 + (lane & 7) * 8;
-  auto copy_tokens = [&](int i) {  // rows beyond the last token keep what was there: their results are not stored
-    if (i < steps) {
+    for (int s = 0; s < STEPS; s++)
+      if (i + s < steps) {
 #pragma unroll
-      for (int part = 0; part < (NT * 2 + ROWS - 1) / ROWS; part++) {
-        const int q = part * ROWS + place, row = q * 4 + (lane >> 3);
-        if (NT * 2 % ROWS && q >= NT * 2) continue;
-        if (row >= tokens) continue;
-        const size_t at = EXPERTS ? (GATED ? members[row] / a.top_k : members[row]) : q * 4;
-        copy16(base + (i % STAGES) * stage_bytes + swizzled(row, lane & 7), from_x + at * a.x_stride);
+        for (int r = 0; r < R; r++) weight[r].copy(a, to + s * STEP_BYTES + r * Weight::BYTES, s * SPLITS, lane);
       }
-      from_x += SPLITS * 64;
-    }
+    beside.copy(to);
+#pragma unroll
+    for (int r = 0; r < R; r++) weight[r].advance(STEPS * SPLITS);
+  };
+
+  constexpr int PARTS = (NT * 2 + ROWS - 1) / ROWS;  // of a step's tokens, four each
+  auto row_of = [&](int part) { return (part * ROWS + place) * 4 + (lane >> 3); };
+  const u16* from_x = a.x + (EXPERTS ? 0 : (size_t)row_of(0) * a.x_stride) + split * 64 + (lane & 7) * 8;
+  int x_row[EXPERTS ? PARTS : 1];
+  if constexpr (EXPERTS) {
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) x_row[part] = row_of(part) >= tokens ? 0 : GATED ? members[row_of(part)] / a.top_k : members[row_of(part)];
+  }
+  auto copy_tokens = [&](u32 to, int i) {  // rows beyond the last token keep what was there: their results are not stored
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+      if (i + s < steps) {
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+          const int row = row_of(part);
+          if (row < tokens) copy16(to + s * x_bytes + swizzled(row, lane & 7), from_x + (size_t)(EXPERTS ? x_row[part] : part * ROWS * 4) * a.x_stride + s * SPLITS * 64);
+        }
+      }
+    from_x += STEPS * SPLITS * 64;
   };
 
   float sums[R][NT][4];
@@ -625,45 +706,56 @@ __device__ __forceinline__ void narrow(const Args& a) {
       for (int i = 0; i < 4; i++) sums[r][n][i] = 0.f;
 
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) copy_weights(i);
+  for (int c = 0; c < CHUNKS - 1; c++) copy_weights(ring + c * CHUNK_BYTES, c * STEPS);
   if (!EXPERTS) wait_for_earlier();
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) {
-    copy_tokens(i);
+  for (int c = 0; c < CHUNKS - 1; c++) {
+    copy_tokens(x_ring + c * STEPS * x_bytes, c * STEPS);
     commit();
   }
-  for (int i = 0; i < steps; i += STEPS) {
-    wait_copies<AHEAD - STEPS>();
-    meet();
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      copy_weights(i + AHEAD + s);
-      copy_tokens(i + AHEAD + s);
-      commit();
-    }
+  for (int r = 0; r < R; r++) weight[r].settle();
+  settle(from_x);
+  u32 at = ring, x_at = x_ring, to = ring + RING_BYTES - CHUNK_BYTES, x_to = x_ring + AHEAD * x_bytes;
+  auto multiply_step = [&](int s) {
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      if (STEPS > 1 && i + s >= steps) break;
-      const u32 x_at = base + (i + s) % STAGES * stage_bytes, at = x_at + mine;
+    for (int half = 0; half < 2; half++) {
+      u32 x[NT][4];
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        u32 x[NT][4];
+      for (int n = 0; n < NT; n++)
+        if (!EXPERTS || n * 8 < tokens) load_matrices(x[n], x_at + s * x_bytes + n * 1024 + swizzled(min(lane & 7, x_rows - 1), half * 4 + (lane >> 3)));
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        u32 w0[4], w1[4];
+        weight[r].load(at + s * STEP_BYTES + r * Weight::BYTES, half, lane, w0, w1);
 #pragma unroll
         for (int n = 0; n < NT; n++)
-          if (!EXPERTS || n * 8 < tokens) load_matrices(x[n], x_at + n * 1024 + swizzled(min(lane & 7, x_rows - 1), half * 4 + (lane >> 3)));
+          if (!EXPERTS || n * 8 < tokens) multiply(sums[r][n], w0, x[n][0], x[n][1]);
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-          u32 w0[4], w1[4];
-          weight[r].load(at + r * Weight::BYTES, half, lane, w0, w1);
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-            if (!EXPERTS || n * 8 < tokens) multiply(sums[r][n], w0, x[n][0], x[n][1]);
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-            if (!EXPERTS || n * 8 < tokens) multiply(sums[r][n], w1, x[n][2], x[n][3]);
-        }
+        for (int n = 0; n < NT; n++)
+          if (!EXPERTS || n * 8 < tokens) multiply(sums[r][n], w1, x[n][2], x[n][3]);
       }
     }
+  };
+  int i = 0;
+  for (; i + STEPS <= steps; i += STEPS) {
+    wait_copies<CHUNKS - 2>();
+    meet();
+    copy_weights(to, i + AHEAD);
+    copy_tokens(x_to, i + AHEAD);
+    commit();
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) multiply_step(s);
+    to = at, x_to = x_at;
+    at += CHUNK_BYTES, x_at += STEPS * x_bytes;
+    if (at == ring + RING_BYTES) at = ring, x_at = x_ring;
+  }
+  if (STEPS > 1 && i < steps) {
+    wait_copies<CHUNKS - 2>();
+    meet();
+#pragma unroll
+    for (int s = 0; s < STEPS - 1; s++)
+      if (i + s < steps) multiply_step(s);
   }
   wait_copies<0>();
 
@@ -726,13 +818,14 @@ template <int SPLITS, int ROWS, int STAGES, class Weight, bool GATED> __device__
   Weight weight;
   const int tile = min(((int)blockIdx.x * ROWS + place) * (4 / Q) + (GATED ? warp & 1 : warp), tiles - 1);
   auto tile_of = [&](int) { return GATED && warp >= 2 ? tile + tiles : tile; };
-  typename Weight::template Beside<1> beside;
+  typename Weight::template Beside<1, 1, SPLITS> beside;
   weight.start(a, tile_of(0), all_steps, split, lane);
   beside.start(a, all_steps, split, lane, tile_of);
   auto copy_weights = [&](int i) {
     if (i >= steps) return;
-    weight.copy(a, base + (i % STAGES) * STAGE_BYTES + mine, SPLITS, lane);
-    beside.copy(base + (i % STAGES) * STAGE_BYTES + mine, SPLITS);
+    weight.copy(a, base + (i % STAGES) * STAGE_BYTES + mine, 0, lane);
+    weight.advance(SPLITS);
+    beside.copy(base + (i % STAGES) * STAGE_BYTES + mine);
   };
   const u16* from_x = a.x + (size_t)(thread >> 3) * a.x_stride + split * 64 + (lane & 7) * 8;
   auto copy_tokens = [&](int i) {
@@ -825,15 +918,13 @@ template <class Weight> __device__ __forceinline__ void restore(const Args& a) {
   u8* mine = shared + warp * (COPIED + 16 * ROW);
   const u32 at = shared_address(mine);
   Weight weight;
-  typename Weight::template Beside<1> beside;
+  typename Weight::template Beside<1, 1, 1> beside;
   weight.start(a, tile, steps, first, lane);
   beside.start(a, steps, first, lane, [&](int) { return tile; });
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    if (first + i < steps) {
-      weight.copy(a, at + i * Weight::BYTES, 1, lane);
-      beside.copy(at + i * Weight::BYTES, 1);
-    }
+    if (first + i < steps) weight.copy(a, at + i * Weight::BYTES, i, lane);
+    beside.copy(at + i * Weight::BYTES);
     commit();
   }
   auto restored = [&](int i) {
@@ -891,4 +982,4 @@ __device__ __forceinline__ void rows(const Args& a) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ Args a) { KERNEL(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) kernel(const __grid_constant__ Args a) { KERNEL(a); }

@@ -19,9 +19,6 @@ _LARGE_SHARED_BYTES = 200 * 1024
 """A block of eight warps has room for its copies ahead from here on."""
 _COPIED_BYTES = 20 * 1024
 """Most shared memory of a share of the inputs of a quantised weight, for one token."""
-_LARGE_TILE_BYTES = 700
-"""Tiles of a quantised weight from which on a warp takes two; of smaller ones two warps share
-tokens."""
 _RESERVED_BYTES = 1024
 """Shared memory of a block that the driver keeps."""
 _MOST_WARPS = 24
@@ -126,7 +123,9 @@ class Tile:
         else:
             shape = f"{self.num_tiles}, {self.splits}, {self.sharing}, {self.rows}"
             name = f"narrow<{shape}, {kinds}>"
-        return Kernel(name, self.num_warps * 32, is_half)
+        is_deep = loader.steps > 1 and self.num_tiles <= 2
+        least_blocks = max(1, _MOST_WARPS // self.num_warps) if is_deep else 1
+        return Kernel(name, self.num_warps * 32, is_half, least_blocks=least_blocks)
 
     def num_blocks(self, num_rows: int, *, is_gated: bool) -> int:
         """Return the blocks of a grid.
@@ -217,8 +216,10 @@ def _deep_tile(
 ) -> Tile:
     """Return the shape of a product of at most 16 tokens with a quantised weight.
 
-    Such weights are small: as many steps are copied ahead as there is room for, so that they arrive
-    while earlier kernels run. Few rows are left to each block where blocks are few.
+    Such weights are small: where a block has most of a multiprocessor, as many steps are copied
+    ahead as there is room for, so that they arrive while earlier kernels run. Tokens of more than
+    one tile are more bytes than the weights: few blocks of many warps read them. Few rows are left
+    to each block where blocks are few.
 
     Args:
         num_tiles: of 8 tokens.
@@ -228,13 +229,13 @@ def _deep_tile(
         loader: as tile_of's.
     """
     splits, result_rows = _splits(num_tiles, num_rows // 16, card), num_rows
+    sharing, rows = (2, 1) if num_tiles == 1 else (3, 2, 1), 1
     if is_gated:
-        shapes, result_rows = [(2, 2), (1, 2)], num_rows // 2
-    else:
-        shapes = [(2, 1) if loader.tile_bytes < _LARGE_TILE_BYTES else (1, 2), (1, 1)]
+        sharing, rows, result_rows = sharing if num_tiles == 1 else (6, *sharing), 2, num_rows // 2
+    ahead = (12, 8, 6, 4) if splits == 8 else (8, 6, 4)
 
-    def tile_of_shape(sharing: int, rows: int) -> Tile:
-        tiles = [Tile(False, num_tiles, splits, sharing, rows, n) for n in (12, 8, 6, 4)]
+    def tile_of_shape(each: int) -> Tile:
+        tiles = [Tile(False, num_tiles, splits, each, rows, n) for n in ahead]
         return next(
             (
                 tile
@@ -249,7 +250,12 @@ def _deep_tile(
         blocks = tile.num_blocks(result_rows, is_gated=is_gated)
         return -(-blocks // card.multiprocessors) * tile.num_rows
 
-    return min((tile_of_shape(*shape) for shape in shapes), key=rows_of_busiest)
+    def fits(tile: Tile) -> bool:
+        has_room = tile.shared_bytes(loader) <= card.shared_bytes
+        return tile.num_warps <= _MOST_WARPS and has_room
+
+    shapes = [tile_of_shape(each) for each in sharing]
+    return min(filter(fits, shapes), key=rows_of_busiest, default=shapes[-1])
 
 
 @functools.cache

@@ -64,10 +64,11 @@ def shapes(capability):
 
 @pytest.mark.parametrize("capability", CARDS, ids=str)
 def test_blocks_fit_every_card(capability):
-    for tokens, _, is_gated, loader, tile, _ in shapes(capability):
+    for tokens, _, is_gated, loader, tile, kernel in shapes(capability):
         assert tile.shared_bytes(loader, tokens) <= CARDS[capability] * KIB
         assert not is_gated or tile.is_wide or tile.rows % 2 == 0
         if loader in QUANTISED and tile.num_tiles <= 2:
+            assert tile.num_warps * kernel.least_blocks <= 24
             assert tile.stages % loader.steps == 0
             assert tile.stages >= 2 * loader.steps
 
