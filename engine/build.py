@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -168,7 +169,8 @@ def build_engine(
         undo.callback(device.close)
         compiling = Compilation(_kernels_of(spec, plan, device), device.torch_device)
         undo.callback(compiling.close)
-        plan, store, tier = _fill(planning, stored, device, plan, clock, progress)
+        loader = _Loader(planning, stored, device, clock, progress)
+        plan, store, tier = loader.fill(plan)
         undo.callback(tier.close)
         plan = replace(plan, notes=(*plan.notes, *model.notes, *([note] if note else [])))
         for note in plan.notes:
@@ -322,66 +324,11 @@ class _Planning:
         return replace(again, notes=(*again.notes, note))
 
 
-def _fill(
-    planning: _Planning,
-    stored: dict[str, StoredTensor],
-    device: Device,
-    plan: MemoryPlan,
-    clock: PhaseClock,
-    progress: Progress | None,
-    *,
-    is_last: bool = False,
-) -> tuple[MemoryPlan, WeightStore, HostTier]:
-    """Place weights and load them; where codes cannot hold some, once more with these plain."""
-    plan, store, tier = _place(planning, device, plan, clock)
-    with contextlib.ExitStack() as undo:
-        undo.callback(store.close)
-        undo.callback(tier.close)
-        try:
-            notes = _load(planning.config, planning.spec, stored, device, store, clock, progress)
-            store.loaded()
-        except UnpackableError as error:
-            if is_last:
-                raise
-            reasons = error.reasons
-        else:
-            undo.pop_all()
-            return replace(plan, notes=(*plan.notes, *notes)), store, tier
-    with clock.phase("plan"):
-        plan = planning.with_plain(plan, reasons)
-    return _fill(planning, stored, device, plan, clock, progress, is_last=True)
-
-
 def known_unpackable(config: EngineConfig) -> dict[str, str]:
     """Return why tensors of a checkpoint cannot be kept in codes, as earlier loads found."""
     if config.weight_format == "checkpoint" or config.model.load_format == "dummy":
         return {}
     return read_unpackable(config.facts_folder, config.model.path)
-
-
-def _place(
-    planning: _Planning, device: Device, plan: MemoryPlan, clock: PhaseClock
-) -> tuple[MemoryPlan, WeightStore, HostTier]:
-    """Allocate the weights' places and host blocks; where pinning fails, plan again without it."""
-    try:
-        return plan, *_allocate(plan, device, clock)
-    except PinningError as error:
-        reason = str(error)
-    # Not above: there the error holds the memory that could not be pinned, as large as the weights.
-    with clock.phase("plan"):
-        plan = planning.unpinned(plan, reason)
-    return plan, *_allocate(plan, device, clock)
-
-
-def _allocate(plan: MemoryPlan, device: Device, clock: PhaseClock) -> tuple[WeightStore, HostTier]:
-    """Allocate the weights' places on both sides, and host blocks; pinned as planned."""
-    device.enforce_budget(plan.allocator_bytes)
-    with clock.phase("allocate"):
-        store = WeightStore(plan, device)
-        _note_host(clock, store.host_seconds(), store.host_bytes())
-        tier = HostTier(plan, device)
-        _note_host(clock, tier.seconds(), tier.num_bytes())
-    return store, tier
 
 
 def _note_host(clock: PhaseClock, seconds: tuple[float, float], sizes: tuple[int, int]) -> None:
@@ -420,85 +367,128 @@ class _Told:
             self._progress("load", self._done, self.total)
 
 
-def _load(
-    config: EngineConfig,
-    spec: ModelSpec,
-    stored: dict[str, StoredTensor],
-    device: Device,
-    store: WeightStore,
-    clock: PhaseClock,
-    progress: Progress | None,
-) -> list[str]:
-    """Fill the weights' places; return what is to be noted."""
-    told = _Told(progress)
-    if config.model.load_format != "dummy":
-        return _load_files(config, stored, device, store, clock, told)
-    parts, packed, formats = list(store.parameters()), list(store.packed()), store.plan.formats
-    unpacked = list(store.unpacked())
-    total = sum(tensor.nbytes for _, tensor in parts)
-    total += sum(formats.num_bytes(tensor) for tensor, *_ in unpacked)
-    told.expect(total + sum(formats.default.num_bytes(tensor) for tensor, _ in packed))
-    with clock.phase("convert"):
-        norm, scale = 1.0 - spec.architecture.norm_offset, spec.embedding_scale or 1.0
-        dummy = DummyWeights(config.engine.seed, told.advance, norm, scale)
-        dummy.fill(parts)
-        for tensor, form, views in unpacked:
-            dummy.fill_arrays(tensor.name, form.dummies(tensor), views)
-        pack(formats, packed, dummy.fill, device, clock)
-        device.synchronize()
-    clock.add_bytes("convert", told.total)
-    return []
+@dataclass(frozen=True)
+class _Loader:
+    """Places weights and fills them in; where a plan cannot be kept, it is made again."""
 
+    planning: _Planning
+    stored: dict[str, StoredTensor]
+    """Where tensors lie on disk; empty where weights are made up."""
+    device: Device
+    clock: PhaseClock
+    progress: Progress | None
 
-def _load_files(
-    config: EngineConfig,
-    stored: dict[str, StoredTensor],
-    device: Device,
-    store: WeightStore,
-    clock: PhaseClock,
-    told: _Told,
-) -> list[str]:
-    """Read what lies on disk as it is needed, pack the rest, and keep it where asked."""
-    parts, formats = list(store.parameters()), store.plan.formats
-    packed: list[Packed] = list(store.packed())
+    def fill(
+        self, plan: MemoryPlan, *, is_last: bool = False
+    ) -> tuple[MemoryPlan, WeightStore, HostTier]:
+        """Place weights and load them; where codes cannot hold some, once more with these plain."""
+        plan, store, tier = self._place(plan)
+        with contextlib.ExitStack() as undo:
+            undo.callback(store.close)
+            undo.callback(tier.close)
+            try:
+                told = _Told(self.progress)
+                is_dummy = self.planning.config.model.load_format == "dummy"
+                notes = self._make_up(store, told) if is_dummy else self._read(store, told)
+                store.loaded()
+            except UnpackableError as error:
+                if is_last:
+                    raise
+                reasons = error.reasons
+            else:
+                undo.pop_all()
+                return replace(plan, notes=(*plan.notes, *notes)), store, tier
+        with self.clock.phase("plan"):
+            plan = self.planning.with_plain(plan, reasons)
+        return self.fill(plan, is_last=True)
 
-    def to_pack(is_chosen: Callable[[TensorSpec], bool]) -> list[Packed]:
-        chosen = [each for each in packed if is_chosen(each[0])]
-        names = [p.name for tensor, _ in chosen for p in formats[tensor.name].parameters(tensor)]
-        told.expect(sum(stored[name].num_bytes for name in names))
-        return chosen
+    def _place(self, plan: MemoryPlan) -> tuple[MemoryPlan, WeightStore, HostTier]:
+        """Allocate the weights' places and host blocks; where pinning fails, plan without it."""
+        try:
+            return plan, *self._allocate(plan)
+        except PinningError as error:
+            reason = str(error)
+        # Not above: there the error holds the memory that could not be pinned, as large as the
+        # weights.
+        with self.clock.phase("plan"):
+            plan = self.planning.unpinned(plan, reason)
+        return plan, *self._allocate(plan)
 
-    with clock.phase("read"):
-        copy = _open_copy(config) if packed else None
-    arrays = [] if copy is None else list(copy.arrays(packed, formats))
-    told.expect(sum(stored[part.name].num_bytes for part, _ in parts))
-    told.expect(sum(source.num_bytes for _, _, source in arrays))
-    rest = to_pack(lambda tensor: copy is None or not copy.holds(tensor, formats))
-    unpacked = list(store.unpacked())
-    told.expect(sum(s.num_bytes for tensor, form, _ in unpacked for s in form.sources(tensor)))
-    reader = CheckpointReader(device, clock, told.advance, pin=store.plan.pin)
-    with contextlib.closing(reader):
-        damaged = reader.read(
-            [*parts, *((part, target) for part, target, _ in arrays)],
-            stored | {part.name: source for part, _, source in arrays},
-        )
-        if arrays:
-            clock.add_bytes("kept", sum(source.num_bytes for _, _, source in arrays))
-        if copy is not None and damaged:
-            names = {name.rpartition(".")[0] for name in damaged}
-            copy.drop(names, DAMAGED)
-            rest += to_pack(lambda tensor: tensor.name in names)
-        fill = partial(reader.read, stored=stored)
-        unpack(unpacked, fill, device, clock)
-        escapes = pack(formats, rest, fill, device, clock)
-    if copy is None:
-        return [NOTHING_PACKED] if config.model.keep_lossless else []
-    if not (config.model.keep_lossless or copy.faults):
+    def _allocate(self, plan: MemoryPlan) -> tuple[WeightStore, HostTier]:
+        """Allocate the weights' places on both sides, and host blocks; pinned as planned."""
+        self.device.enforce_budget(plan.allocator_bytes)
+        with self.clock.phase("allocate"):
+            store = WeightStore(plan, self.device)
+            _note_host(self.clock, store.host_seconds(), store.host_bytes())
+            tier = HostTier(plan, self.device)
+            _note_host(self.clock, tier.seconds(), tier.num_bytes())
+        return store, tier
+
+    def _make_up(self, store: WeightStore, told: _Told) -> list[str]:
+        """Fill the weights' places with dummy values; there is nothing to note."""
+        spec, formats = self.planning.spec, store.plan.formats
+        parts, packed = list(store.parameters()), list(store.packed())
+        unpacked = list(store.unpacked())
+        total = sum(tensor.nbytes for _, tensor in parts)
+        total += sum(formats.num_bytes(tensor) for tensor, *_ in unpacked)
+        told.expect(total + sum(formats.default.num_bytes(tensor) for tensor, _ in packed))
+        with self.clock.phase("convert"):
+            norm, scale = 1.0 - spec.architecture.norm_offset, spec.embedding_scale or 1.0
+            dummy = DummyWeights(self.planning.config.engine.seed, told.advance, norm, scale)
+            dummy.fill(parts)
+            for tensor, form, views in unpacked:
+                dummy.fill_arrays(tensor.name, form.dummies(tensor), views)
+            pack(formats, packed, dummy.fill, self.device, self.clock)
+            self.device.synchronize()
+        self.clock.add_bytes("convert", told.total)
         return []
-    with clock.phase("keep"):
-        num_bytes, failure = keep(copy, formats, packed, escapes)
-    clock.add_bytes("keep", num_bytes)
-    return [note for note in (copy.note(), failure) if note]
+
+    def _read(self, store: WeightStore, told: _Told) -> list[str]:
+        """Read what lies on disk as it is needed, pack the rest, and keep it where asked.
+
+        Returns what is to be noted.
+        """
+        config, stored = self.planning.config, self.stored
+        parts, formats = list(store.parameters()), store.plan.formats
+        packed: list[Packed] = list(store.packed())
+
+        def to_pack(is_chosen: Callable[[TensorSpec], bool]) -> list[Packed]:
+            chosen = [each for each in packed if is_chosen(each[0])]
+            of_chosen = (formats[tensor.name].parameters(tensor) for tensor, _ in chosen)
+            told.expect(sum(stored[part.name].num_bytes for part in chain(*of_chosen)))
+            return chosen
+
+        with self.clock.phase("read"):
+            copy = _open_copy(config) if packed else None
+        arrays = [] if copy is None else list(copy.arrays(packed, formats))
+        told.expect(sum(stored[part.name].num_bytes for part, _ in parts))
+        told.expect(sum(source.num_bytes for _, _, source in arrays))
+        rest = to_pack(lambda tensor: copy is None or not copy.holds(tensor, formats))
+        unpacked = list(store.unpacked())
+        told.expect(sum(s.num_bytes for tensor, form, _ in unpacked for s in form.sources(tensor)))
+        reader = CheckpointReader(self.device, self.clock, told.advance, pin=store.plan.pin)
+        with contextlib.closing(reader):
+            damaged = reader.read(
+                [*parts, *((part, target) for part, target, _ in arrays)],
+                stored | {part.name: source for part, _, source in arrays},
+            )
+            if arrays:
+                self.clock.add_bytes("kept", sum(source.num_bytes for _, _, source in arrays))
+            if copy is not None and damaged:
+                names = {name.rpartition(".")[0] for name in damaged}
+                copy.drop(names, DAMAGED)
+                rest += to_pack(lambda tensor: tensor.name in names)
+            fill = partial(reader.read, stored=stored)
+            unpack(unpacked, fill, self.device, self.clock)
+            escapes = pack(formats, rest, fill, self.device, self.clock)
+        if copy is None:
+            return [NOTHING_PACKED] if config.model.keep_lossless else []
+        if not (config.model.keep_lossless or copy.faults):
+            return []
+        with self.clock.phase("keep"):
+            num_bytes, failure = keep(copy, formats, packed, escapes)
+        self.clock.add_bytes("keep", num_bytes)
+        return [note for note in (copy.note(), failure) if note]
 
 
 NOTHING_PACKED: Final = (
