@@ -1,6 +1,7 @@
 """LLM and plan, whose models are names of the catalogue, folders, or a model hub's OWNER/NAME."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, Unpack, cast
 
 from catalogue.cards import card_names, card_sheet, like_card
@@ -11,7 +12,8 @@ from engine import llm as engine_llm
 from engine.asked.config import GPUConfig, ModelConfig
 from engine.asked.keyword_types import Keywords
 from engine.asked.keywords import config_from_keywords, in_keywords, takes_keywords
-from engine.errors import ConfigError
+from engine.device.machine import has_gpu
+from engine.errors import CapacityError, ConfigError
 from engine.plan.cards import DeviceFacts
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
@@ -80,7 +82,7 @@ def read_run(run: str = LATEST) -> RunRecord:
 
 
 def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
-    entry = find(model)
+    entry = find(_named(model))
     spec = describe(entry).spec
     load_format = keywords.get("load_format", entry.load_format)
     # Where files will be read from is of no account here, but that they will be.
@@ -97,7 +99,23 @@ def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
     asked = config.gpu
     if gpu is not None and asked.is_described and asked.memory_gib is not None:
         return plan_memory(config, spec, DeviceFacts.of_card(asked))
-    return engine_llm.LLM.plan_for_sizes(config)
+    try:
+        return engine_llm.LLM.plan_for_sizes(config)
+    except CapacityError as error:
+        if asked.is_described or asked.device == "cpu" or has_gpu():
+            raise
+        note = "No GPU is here, so this is the CPU's plan. gpu='rtx4080_16gb' plans for that card."
+        raise CapacityError(f"{error}\n{note}", error.plan) from None
+
+
+def _named(model: object) -> str:
+    """Return what names a model as text."""
+    if not isinstance(model, str | Path):
+        raise ConfigError(
+            "model: expected a folder, a name that `tightfit models list` shows, or OWNER/NAME of "
+            f"a model hub, got {model!r}."
+        )
+    return str(model)
 
 
 def _noting(keywords: Keywords) -> Keywords:
@@ -107,12 +125,12 @@ def _noting(keywords: Keywords) -> Keywords:
 
 def _located(model: str, keywords: Keywords) -> ModelConfig:
     """Return the model with its weights on this machine, fetched now when absent."""
-    return ModelConfig(**located(model, keywords.get("load_format")))
+    return ModelConfig(**located(_named(model), keywords.get("load_format")))
 
 
 def _card(name: str, asked: GPUConfig) -> GPUConfig:
     """Return a card of conf/gpu; what the keywords ask of it wins."""
     known = ["auto", "cpu", *card_names()]
     if name not in known:
-        raise ConfigError(f"{like_card(name, known)} {OF_ONE_S_OWN}")
+        raise ConfigError(f"{like_card(str(name), known)} {OF_ONE_S_OWN}")
     return asked.on_card(card_sheet(name))

@@ -35,6 +35,7 @@ _COMBINED_TYPES: Final = {
 NOT_SUPPORTED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "async_scheduling": ((None, True), "a step is always launched behind the one in flight."),
     "attention_backend": ((None, "auto"), "there is one attention for each kind of device."),
+    "code_revision": ((None, "main"), "no code of a repository is run."),
     "compilation_config": (
         (None, {}),
         "steps run as CUDA graphs. enforce_eager=True turns it off.",
@@ -53,11 +54,22 @@ NOT_SUPPORTED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "hf_token": ((None, False), "log in (`hf auth login`), or set HF_TOKEN."),
     "kv_cache_dtype": (("auto",), "KV is kept in the model's dtype."),
     "kv_cache_memory_bytes": ((None,), "KV takes what is left. Set gpu_memory_gib."),
+    "kv_offloading_backend": ((None, "native"), "there is one host tier. Set cpu_gib."),
+    "kv_offloading_size": ((None,), "set cpu_gib, the size of the host tier of KV in GiB."),
     "limit_mm_per_prompt": ((None, {}), "models take text only."),
+    "logprobs_mode": ((None, "raw_logprobs"), "log-probabilities are those of the plain logits."),
+    "max_context_len_to_capture": (
+        (None,),
+        "graphs are captured by batch. enforce_eager=True: none.",
+    ),
+    "max_logprobs": ((20,), "each request may ask for up to 20."),
     "max_num_partial_prefills": ((1,), "the token budget decides. Set max_num_batched_tokens."),
     "max_seq_len_to_capture": ((None,), "graphs are captured by batch. enforce_eager=True: none."),
     "mm_processor_kwargs": ((None, {}), "models take text only."),
+    "model_impl": ((None, "auto"), "there is one implementation of each family."),
+    "model_loader_extra_config": ((None, {}), "there is nothing to configure."),
     "num_gpu_blocks_override": ((None,), "the plan decides. Set gpu_memory_gib."),
+    "override_generation_config": ((None, {}), "give SamplingParams."),
     "pipeline_parallel_size": ((1,), "an engine has one GPU."),
     "preemption_mode": ((None,), "a sequence is swapped if the host tier has free blocks."),
     "quantization": (
@@ -76,6 +88,7 @@ NOT_SUPPORTED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "tokenizer": ((None,), "it is the one in the model's folder."),
     "tokenizer_mode": (("auto",), "transformers chooses the tokenizer."),
     "tokenizer_revision": ((None, "main"), "the tokenizer is the one in the model's folder."),
+    "stream_interval": ((1,), "every token is told as it comes."),
     "trust_remote_code": ((None, False), "no code of a repository is run."),
 }
 """Keywords of other engines -> values that change nothing here, and why there is no other."""

@@ -110,7 +110,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(
             f"{folder}: expected a folder with config.json, found none. Give the path of a "
-            "checkpoint on this machine; tightfit.LLM takes names and ids of a model hub too."
+            "checkpoint on this machine, or a name that `tightfit models list` shows."
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

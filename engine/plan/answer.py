@@ -490,9 +490,7 @@ def length_row(asked: Asked, plan: MemoryPlan, planned: Planned) -> list[Row]:
     if found is None:
         return [("Length", length, "-", "the model's own length does not fit")]
     per_s = f"{rate(found.tokens_s(context_of([found])))} tok/s"
-    return [
-        ("Length", " ".join(found.settings), per_s, f"full length of the model, {found.effect()}")
-    ]
+    return [("Length", " ".join(found.settings), per_s, f"the full length, {found.effect()}")]
 
 
 def auto_settings(asked: Asked) -> tuple[str, ...]:

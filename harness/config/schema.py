@@ -178,7 +178,7 @@ class ModelNode(Model):
         if self.path is None and self.spec is None:
             raise ConfigError(
                 "model.spec: expected the sizes of the model, or a folder in model.path to read "
-                "them from, got neither."
+                "them from, got neither. Set model.path=FOLDER."
             )
         super().check()
 

@@ -69,6 +69,10 @@ def load_run(folder: Path) -> RunRecord:
             f"{folder}: expected the folder of a run, got that of a sweep. Give one of its points, "
             f"such as {points[0].parent}."
         )
+    if not is_run_folder(folder):
+        raise RecordError(
+            f"{folder}: expected {RESULT_NAME}, found none. A run writes it when it ends."
+        )
     return RunRecord.read(folder / RESULT_NAME)
 
 

@@ -154,6 +154,7 @@ def test_a_foreign_record_with_an_impossible_rate_is_not_valid(away: Path) -> No
 
 def test_the_public_names_are_there() -> None:
     assert all(getattr(tightfit, name).__doc__ for name in tightfit.__all__)
+    assert [name for name in dir(tightfit) if name[:1] != "_"] == sorted(tightfit.__all__)
     assert list(inspect.signature(tightfit.plan).parameters)[:2] == ["model", "gpu"]
     assert inspect.signature(tightfit.LLM).parameters["cpu_offload_gb"].default == 0.0
 
@@ -163,6 +164,11 @@ def test_what_is_not_there_is_refused(away: Path) -> None:
         tightfit.LLM("smollm2")
     with pytest.raises(ModelUnavailableError, match="some-org/some-model is not on this machine"):
         tightfit.LLM("some-org/some-model")
+    for door in (tightfit.LLM, tightfit.plan):
+        with pytest.raises(ConfigError, match=r"model: expected a folder, a name that .* got 42"):
+            door(42)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="a card of conf/gpu, got '16'"):
+        tightfit.plan("glass", gpu=16)  # type: ignore[arg-type]
 
 
 @pytest.mark.thorough
@@ -181,9 +187,14 @@ def test_a_card_that_is_not_here_is_planned(away: Path, monkeypatch: pytest.Monk
         tightfit.plan("glass", gpu="rtx4090")
 
 
-def test_a_plan_without_a_card_is_this_machine_s_or_of_one_that_is_described(away: Path) -> None:
+def test_a_plan_without_a_card_is_this_machine_s_or_of_one_that_is_described(
+    away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tightfit.plan("smollm2_135m", **SMALL | {"gpu_memory_gib": 1}, max_model_len=64)
     assert here.facts.kind == "cpu"
+    monkeypatch.setattr("tightfit.doors.has_gpu", lambda: False)
+    with pytest.raises(CapacityError, match=r"CPU's plan\. gpu='rtx4080_16gb' plans for that card"):
+        tightfit.plan("smollm2_135m", **SMALL | {"gpu_memory_gib": 0.1, "device": "auto"})
     own = tightfit.plan("llama31_8b", gpu_memory_gib=24, link_gb_s=16, max_model_len=4096)
     assert (own.facts.name, own.dtype) == ("a card of 24 GiB", "bfloat16")
     assert repr(own) == (
