@@ -17,7 +17,10 @@ PREFILL_SPLIT_MAX_QUERIES = 256
 PREFILL_SPLIT_KEYS = 256
 """Keys of one partial result of a prefill at least; every kernel's tile of keys divides it."""
 
-_PREFILL_SPLIT_QUERIES = (16, 64, PREFILL_SPLIT_MAX_QUERIES)
+PREFILL_FEWEST_QUERIES = 16
+"""The first of the numbers of queries up to which the keys of a prefill are shared alike."""
+
+_PREFILL_SPLIT_QUERIES = (PREFILL_FEWEST_QUERIES, 64, PREFILL_SPLIT_MAX_QUERIES)
 _PREFILL_MAX_PARTS = 32
 _PREFILL_PARTIAL_ELEMENTS = 2**22
 """Elements of all partial results: 128 rows of 128 for 256 programs, which fill a card."""

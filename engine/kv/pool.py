@@ -5,7 +5,7 @@ executed elsewhere.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import chain, count, islice
@@ -95,17 +95,8 @@ class PoolStats:
         return self.hits_loaded + self.hits_in_place
 
 
-class BlockList(OrderedDict[int, int]):
-    """Block ids, the longest in the list first, with stamps of a clock that lists may share."""
-
-    def __init__(self, clock: Iterator[int]) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def push(self, block_id: int) -> None:
-        """Append a block that is not in the list."""
-        assert block_id not in self
-        self[block_id] = next(self._clock)
+BlockList = OrderedDict[int, int]
+"""Block ids, the longest in the list first, with stamps of a clock that lists share."""
 
 
 class BlockStates:
@@ -129,12 +120,12 @@ class BlockStates:
         self.cpu_index: dict[bytes, int] = {}
         self.num_owned_gpu = self.num_owned_cpu = 0
         self.num_gpu_changes = 0
-        clock = count()
-        self.gpu_free, self.gpu_idle = BlockList(clock), BlockList(clock)
+        self._clock = count()
+        self.gpu_free, self.gpu_idle = BlockList(), BlockList()
         # Of the host tier: blocks that compute reaches, then the others.
-        self.cpu_free = (BlockList(clock), BlockList(clock))
-        self.cpu_spare = (BlockList(clock), BlockList(clock))
-        self.cpu_only = (BlockList(clock), BlockList(clock))
+        self.cpu_free = (BlockList(), BlockList())
+        self.cpu_spare = (BlockList(), BlockList())
+        self.cpu_only = (BlockList(), BlockList())
         self._where: list[BlockList | None] = [None] * (num_gpu + num_cpu)
         self.settle(*range(num_gpu + num_cpu))
 
@@ -165,12 +156,12 @@ class BlockStates:
 
     def disown(self, block_ids: Iterable[int]) -> list[int]:
         """Take one owner from each block; return those that lost the last: `settle` them."""
-        owners, idle = self.owners, []
+        owners, idle, num_gpu = self.owners, [], self.num_gpu
         for block_id in block_ids:
-            owners[block_id] -= 1
-            if not owners[block_id]:
+            owners[block_id] = left = owners[block_id] - 1
+            if not left:
                 idle.append(block_id)
-        gpu = len([block_id for block_id in idle if block_id < self.num_gpu])
+        gpu = len([block_id for block_id in idle if block_id < num_gpu])
         self.num_owned_gpu -= gpu
         self.num_owned_cpu -= len(idle) - gpu
         return idle
@@ -211,18 +202,24 @@ class BlockStates:
 
     def settle(self, *block_ids: int) -> None:
         """Put blocks into the lists where they belong; in the right one they keep their age."""
-        lists, num_gpu, home_of = self._where, self.num_gpu, self._home
+        # A long sequence has hundreds, and those beside it wait for their tokens meanwhile.
+        lists, num_gpu, owners, keys = self._where, self.num_gpu, self.owners, self.keys
+        free, idle, clock, changes = self.gpu_free, self.gpu_idle, self._clock, 0
         for block_id in block_ids:
-            home, where = home_of(block_id), lists[block_id]
+            where, home = lists[block_id], None
+            if block_id >= num_gpu:
+                home = self._host_home(block_id)
+            elif not owners[block_id]:
+                home = free if keys[block_id] is None else idle
             if home is where:
                 continue
-            if block_id < num_gpu:
-                self.num_gpu_changes += 1
+            changes += block_id < num_gpu
             if where is not None:
                 del where[block_id]
             if home is not None:
-                home.push(block_id)
+                home[block_id] = next(clock)
             lists[block_id] = home
+        self.num_gpu_changes += changes
 
     def check_owned(self, block_ids: Iterable[int]) -> None:
         """Raise EngineError unless all blocks exist and have an owner."""
@@ -248,13 +245,9 @@ class BlockStates:
                 "block's owner may name it, once, when it is full."
             )
 
-    def _home(self, block_id: int) -> BlockList | None:
-        if self.owners[block_id]:
-            return None
+    def _host_home(self, block_id: int) -> BlockList | None:
         key = self.keys[block_id]
-        if block_id < self.num_gpu:
-            return self.gpu_free if key is None else self.gpu_idle
-        if self.ledger.is_touched(block_id):
+        if self.owners[block_id] or self.ledger.is_touched(block_id):
             return None
         part = 0 if block_id < self.num_gpu_and_in_place else 1
         if key is None:
@@ -404,13 +397,14 @@ class TieredBlockPool:
             EngineError: A block has fewer owners than are taken, or does not exist.
         """
         states, ids = self.states, list(block_ids)
+        owners, keys, num_blocks = states.owners, states.keys, self.num_blocks
         for block_id, times in Counter(ids).items():
-            if not 0 <= block_id < self.num_blocks:
+            if not 0 <= block_id < num_blocks:
                 states.check_owned((block_id,))
-            if states.owners[block_id] < times:
+            if owners[block_id] < times:
                 raise EngineError(
                     f"block pool: expected block {block_id} to have at least {times} owners, got "
-                    f"{states.owners[block_id]}. It is freed twice."
+                    f"{owners[block_id]}. It is freed twice."
                 )
         idle = states.disown(ids)
         if retain == "drop":
@@ -418,8 +412,8 @@ class TieredBlockPool:
         else:
             self._not_stored.difference_update(idle)
         if retain == "forget":
-            self.forget([key for b in idle if (key := states.keys[b]) is not None])
-        states.settle(*[b for b in idle if states.keys[b] is None])
+            self.forget([key for b in idle if (key := keys[b]) is not None])
+        states.settle(*[b for b in idle if keys[b] is None])
         states.settle(*reversed(idle))  # the tail is the older
 
     def register(self, block_id: int, key: bytes) -> None:

@@ -506,7 +506,7 @@ WORKSPACE_BYTES = 32 * MIB
 """Workspace of cuBLAS for each stream that calls it (Hopper)."""
 PREFILL_SEQUENCES = 4
 """Prompts whose parts a captured step holds at most."""
-PREFILL_TOKENS = (16, 64, 256)
+PREFILL_TOKENS = (16, 32, 64, 256)
 """Tokens of prompts that captured steps are padded to."""
 MAX_LOAD_THREADS = 16
 """That read weights, at most."""
@@ -535,17 +535,23 @@ def prefill_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[tuple
     """Return the steps with prompts that are captured: decode rows, and tokens of prompts.
 
     Few decode rows are not worth graphs of their own: padding costs them little. Beside a few the
-    second size leaves room for them among the rows whose products only read their weight.
+    third size leaves room for them among the rows whose products only read their weight, and the
+    second is worth a graph, as fewer rows take less time there.
     """
     most = pad_batch(max_num_seqs)
     rows = sorted({0, min(8, most), min(64, most), most})
-    few, some, many = PREFILL_TOKENS
-    return tuple(
+    few, some, small, many = PREFILL_TOKENS
+    sizes = {
         (decodes, tokens)
         for decodes in rows
-        for tokens in (few, some - decodes if decodes <= MAX_SMALL_TOKENS // 2 else some, many)
+        for tokens in (
+            (few, some, small - decodes, many)
+            if decodes <= MAX_SMALL_TOKENS // 2
+            else (few, small, many)
+        )
         if decodes + tokens <= max_num_batched_tokens
-    )
+    }
+    return tuple(sorted(sizes))
 
 
 def padded_prefill(

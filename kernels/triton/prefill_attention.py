@@ -34,6 +34,10 @@ from kernels.triton.tiles import Tile, prefill_tile
 _LOG2_E = 1.4426950408889634
 _SUM_ROWS = 8
 """Rows of a program of the sum; they divide those of every tile of prefill attention."""
+_SUMMED_PARTS = 8
+"""Parts whose loads the sum has in flight together."""
+_FILLING_WARPS = 1024
+"""Of a sequence's programs, when they share its keys among as many as fill a card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +64,32 @@ def paged_prefill_attention(
     max_query_len: int,
     workspace: PrefillWorkspace | None = None,
     num_parts: int | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Launch kernels.ops.attention.paged_prefill_attention.
 
-    Where it is measured, without a workspace, with another number of parts; 1: without a split.
+    Where it is measured, without a workspace, with another number of parts (1: without a split) or
+    another tile.
     """
     num_parts = num_parts or sizes.prefill_num_parts(*call.q.shape)
+    num_queries, _, head_size = call.q.shape
+    # Whether there is more than one part in the end is a matter of lengths, on which no bit of a
+    # sequence beside others may depend.
+    few = num_queries if num_parts > 1 else None
+    tile = tile or prefill_tile(head_size, call.k_cache.dtype, few)
     split = None
     if num_parts > 1 and call.q.shape[0]:
         most_keys = call.block_tables.shape[1] * call.k_cache.shape[2]
         split = _split(call.q, num_parts, most_keys, workspace)
-    _launch(call, query_starts_S1, max_query_len, None, split)
+    _launch(call, query_starts_S1, max_query_len, tile, split=split)
 
 
 def paged_prefill_part(
     call: AttentionCall, query_starts_S1: torch.Tensor, part: PrefillPart, *, max_query_len: int
 ) -> None:
     """Launch kernels.ops.attention.paged_prefill_part."""
-    _launch(call, query_starts_S1, max_query_len, part, None)
+    tile = prefill_tile(call.q.shape[2], call.k_cache.dtype)
+    _launch(call, query_starts_S1, max_query_len, tile, part=part)
 
 
 def _split(
@@ -100,8 +112,10 @@ def _launch(
     call: AttentionCall,
     query_starts_S1: torch.Tensor,
     max_query_len: int,
-    part: PrefillPart | None,
-    split: _Split | None,
+    tile: Tile,
+    *,
+    part: PrefillPart | None = None,
+    split: _Split | None = None,
 ) -> None:
     q, k_cache, v_cache, out = call.q, call.k_cache, call.v_cache, call.out
     block_tables_SM, seq_lens_S = call.block_tables, call.seq_lens
@@ -111,7 +125,6 @@ def _launch(
         return
     num_kv_heads, tokens_per_block = k_cache.shape[1], k_cache.shape[2]
     group = num_heads // num_kv_heads
-    tile = prefill_tile(head_size, k_cache.dtype)
     # Without a part, and without a split, these are not read.
     host = call.host or HostCache(k_cache, v_cache)
     keys = part or PrefillPart(0, 0, is_last=True, state=PrefillState(out, out, out))
@@ -163,10 +176,12 @@ def _launch(
         WINDOW=call.window or 0,
         SPLIT=sizes.PREFILL_SPLIT_KEYS,
         IS_PART=part is not None,
+        FILLING=_FILLING_WARPS // tile.num_warps,
         IS_SPLIT=split is not None,
         HAS_SINKS=call.sinks is not None,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.stages_on(out.device, head_size),
+        **({"OVERLAPS": False} if split is None else launch_options(out.device)),
     )
     if split is not None:
         _sum_parts(call, query_starts_S1, max_query_len, split, tile)
@@ -205,6 +220,8 @@ def _sum_parts(
         H_PADDED=max(16, triton.next_power_of_2(head_size)),
         KEYS=tile.keys,
         SPLIT=sizes.PREFILL_SPLIT_KEYS,
+        FILLING=_FILLING_WARPS // tile.num_warps,
+        SUMMED_PARTS=_SUMMED_PARTS,
         WINDOW=call.window or 0,
         HAS_SINKS=call.sinks is not None,
         num_warps=4,
@@ -272,9 +289,11 @@ def _prefill_kernel(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    FILLING: tl.constexpr,
     IS_PART: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Attend from one tile of a sequence's queries to its keys, or to a part of them.
 
@@ -290,6 +309,9 @@ def _prefill_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     query_start = tl.load(query_starts + seq)
     num_queries = tl.load(query_starts + seq + 1) - query_start
+    num_earlier = tl.load(seq_lens + seq) - num_queries
+    if OVERLAPS:  # behind these loads: no kernel that another may overlap writes what they read
+        wait()
     num_tiles = tl.cdiv(num_queries * G, ROWS)
     if tl.program_id(0) >= num_tiles:
         return
@@ -299,7 +321,6 @@ def _prefill_kernel(
     rows = first_row + tl.arange(0, ROWS)
     tokens = rows // G
     columns = tl.arange(0, H_PADDED)
-    num_earlier = tl.load(seq_lens + seq) - num_queries
     # Rows of padding see what the last query sees, so that each has a key.
     row_limits = num_earlier + tl.minimum(tokens, num_queries - 1) + 1
     first_token = first_row // G
@@ -320,6 +341,7 @@ def _prefill_kernel(
 
     is_whole = True
     if IS_SPLIT:
+        num_parts = _parts_of_sequence(num_parts, num_tiles, FILLING)
         part_keys = _keys_of_part(begin, end, num_parts, SPLIT, KEYS)
         is_whole = end - begin <= part_keys
         begin_key = begin + split_part * part_keys
@@ -486,6 +508,12 @@ def _prefill_kernel(
 
 
 @triton.jit
+def _parts_of_sequence(num_parts, num_tiles, FILLING: tl.constexpr):
+    """Return how many parts the keys of a sequence's tiles have at most: what fills the card."""
+    return tl.minimum(num_parts, tl.maximum(FILLING // (num_tiles * tl.num_programs(1)), 1))
+
+
+@triton.jit
 def _keys_of_part(begin, end, num_parts, SPLIT: tl.constexpr, KEYS: tl.constexpr):
     """Return how many keys each part of keys begin to end - 1 has: tiles, SPLIT keys at least."""
     num_tiles = tl.cdiv(tl.cdiv(end - begin, num_parts), KEYS)
@@ -611,28 +639,31 @@ def _sum_kernel(
     H_PADDED: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
+    FILLING: tl.constexpr,
+    SUMMED_PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Add the parts of some rows in their order, weighted by their softmax denominators."""
-    if OVERLAPS:
-        wait()
-        release()
     seq = tl.program_id(2)
     kv_head = tl.program_id(1)
     query_start = tl.load(query_starts + seq)
     num_queries = tl.load(query_starts + seq + 1) - query_start
+    num_earlier = tl.load(seq_lens + seq) - num_queries
+    if OVERLAPS:  # behind these loads, as in _prefill_kernel
+        wait()
+        release()
     first_row = tl.program_id(0) * SUM_ROWS
     if first_row >= num_queries * G:
         return
     # The keys of the tile that these rows are of, and its parts, as in _prefill_kernel.
     tile_row = first_row // ROWS * ROWS
-    num_earlier = tl.load(seq_lens + seq) - num_queries
     end = num_earlier + tl.minimum((tile_row + ROWS - 1) // G, num_queries - 1) + 1
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(num_earlier + tile_row // G + 1 - WINDOW, 0) // KEYS * KEYS
+    num_parts = _parts_of_sequence(num_parts, tl.cdiv(num_queries * G, ROWS), FILLING)
     part_keys = _keys_of_part(begin, end, num_parts, SPLIT, KEYS)
     own_parts = tl.cdiv(end - begin, part_keys)
     if own_parts <= 1:
@@ -649,20 +680,28 @@ def _sum_kernel(
     running_max = tl.full([SUM_ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([SUM_ROWS], dtype=tl.float32)
     acc = tl.zeros([SUM_ROWS, H_PADDED], dtype=tl.float32)
-    for _ in range(own_parts):
-        # Written by other programs: past the first cache, which may hold older bytes.
-        part_at = partial + part_rows[:, None] * H + columns[None, :]
-        part = tl.load(part_at, mask=is_element, other=0.0, cache_modifier=".cg")
-        lse = tl.load(logsumexp + part_rows, mask=is_row, other=float("-inf"), cache_modifier=".cg")
-        new_max = tl.maximum(running_max, lse)
-        # A row may see no key so far: nothing is subtracted, and all its weights are 0.
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        shrink = tl.exp2(running_max - base)
-        weight = tl.exp2(lse - base)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + part * weight[:, None]
-        running_max = new_max
-        part_rows += stride_part
+    # Several at a time, so that their loads are in flight together.
+    for first in range(0, own_parts, SUMMED_PARTS):
+        for index in tl.static_range(SUMMED_PARTS):
+            is_part = first + index < own_parts
+            # Written by other programs: past the first cache, which may hold older bytes.
+            part_at = partial + part_rows[:, None] * H + columns[None, :]
+            part = tl.load(part_at, mask=is_element & is_part, other=0.0, cache_modifier=".cg")
+            lse = tl.load(
+                logsumexp + part_rows,
+                mask=is_row & is_part,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            new_max = tl.maximum(running_max, lse)
+            # A row may see no key so far: nothing is subtracted, and all its weights are 0.
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            shrink = tl.exp2(running_max - base)
+            weight = tl.exp2(lse - base)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + part * weight[:, None]
+            running_max = new_max
+            part_rows += stride_part
     if HAS_SINKS:
         total += sink_weights(sinks, heads, is_row, running_max)
     attended = acc / tl.where(is_row, total, 1.0)[:, None]

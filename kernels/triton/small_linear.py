@@ -4,18 +4,13 @@ Shape letters: T tokens, K inputs, N outputs. A program multiplies BLOCK_N rows 
 or one part of their K, with all tokens; its loads of the weight run several iterations ahead.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.triton.activation import gated
 from kernels.triton.dependent import launch_options, release, wait
-from kernels.triton.tiles import PART_INPUTS, LinearTile, linear_tile
-
-_OTHER_SHARED_BYTES = 2048
-_INTERPRETED_SHARED_BYTES = 99 * 1024
+from kernels.triton.tiles import PART_INPUTS, LinearTile, linear_tile, shared_bytes
 
 
 @triton.jit
@@ -223,14 +218,4 @@ def launch(
 def _num_stages(tile: LinearTile, device: torch.device, *, is_gated: bool) -> int:
     """Return the stages for which a block of this card has shared memory, 2 at least."""
     rows = tile.block_t + tile.block_n * (2 if is_gated else 1)
-    return max(2, min(tile.num_stages, _shared_bytes(device) // (rows * tile.block_k * 2)))
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a block may use for its loads."""
-    if device.type != "cuda":
-        return _INTERPRETED_SHARED_BYTES
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    most: int = properties["max_shared_mem"]
-    return most - _OTHER_SHARED_BYTES
+    return max(2, min(tile.num_stages, shared_bytes(device) // (rows * tile.block_k * 2)))

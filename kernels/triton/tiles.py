@@ -2,14 +2,32 @@
 
 A batch has no say in those of attention, so that a sequence's result is the same in every batch;
 those of products depend on the number of tokens. All fit the 99 KiB of shared memory that a block
-has on consumer cards.
+has on consumer cards, some with fewer stages there.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from kernels.sizes import DECODE_SPLIT_TOKENS
+from kernels.sizes import DECODE_SPLIT_TOKENS, PREFILL_FEWEST_QUERIES
+
+_OTHER_SHARED_BYTES = 2048
+_CONSUMER_SHARED_BYTES = 99 * 1024
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a block may use for its loads.
+
+    Args:
+        device: where the kernel runs; a CPU, which interprets it, has what consumer cards have.
+    """
+    if device.type != "cuda":
+        return _CONSUMER_SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin) - _OTHER_SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +45,20 @@ class Tile:
     num_warps: int
     num_stages: int
     rows: int
+
+    def stages_on(self, device: torch.device, head_size: int) -> int:
+        """Return the stages of prefill attention for which a block has shared memory, 3 at least.
+
+        Beside the queries lie keys and values of this iteration and of those ahead, one for every
+        two stages: the other one loads the block table. No result depends on it.
+
+        Args:
+            device: where the kernel runs.
+            head_size: elements of a head, 2 bytes each.
+        """
+        loads = 1 + (self.num_stages - 1) // 2
+        needed = (self.rows + 2 * self.keys * loads) * head_size * 2
+        return self.num_stages if needed <= shared_bytes(device) else min(3, self.num_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +101,23 @@ def decode_tile(head_size: int, dtype: torch.dtype) -> DecodeTile:
     return DecodeTile(keys=64 if head_size <= 128 else 32, num_warps=4, num_stages=2)
 
 
-def prefill_tile(head_size: int, dtype: torch.dtype) -> Tile:
+def prefill_tile(head_size: int, dtype: torch.dtype, few_queries: int | None = None) -> Tile:
     """Return the tile of prefill attention.
+
+    Few queries are spread over a card as parts of their keys; then loads lie further ahead. Tiles
+    of keys are the same, so that a sequence of one part has the same bits among few and many.
 
     Args:
         head_size: elements of a head.
         dtype: element type of the cache.
+        few_queries: of a call whose keys go into parts; None: they do not.
     """
     if dtype == torch.float32:
         return Tile(rows=32, keys=16, num_warps=8, num_stages=2)
+    if head_size <= 128 and few_queries is not None:
+        if few_queries <= PREFILL_FEWEST_QUERIES:
+            return Tile(rows=64, keys=64, num_warps=4, num_stages=5)
+        return Tile(rows=128, keys=64, num_warps=8, num_stages=5)
     if head_size <= 128:
         return Tile(rows=128, keys=64, num_warps=8, num_stages=3)
     return Tile(rows=64, keys=32, num_warps=8, num_stages=2)

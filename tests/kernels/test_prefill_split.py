@@ -8,6 +8,7 @@ from kernels.arguments import prefill_workspace
 from kernels.ops import attention
 from kernels.ops.checks import KernelArgumentError
 from kernels.ref import attention as ref
+from kernels.triton import tiles
 from kernels.triton.tiles import prefill_tile
 from tests.kernels.cases import flat, fused_heads, paged_cache
 from tests.kernels.tolerances import ATTENTION, assert_close
@@ -194,10 +195,39 @@ def test_parts_of_a_step_depend_on_what_it_is_padded_to():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_parts_are_whole_tiles(head_size, dtype):
-    tile = prefill_tile(head_size, dtype)
+@pytest.mark.parametrize("few_queries", [None, 16, 17, MOST])
+def test_parts_are_whole_tiles(few_queries, head_size, dtype):
+    tile = prefill_tile(head_size, dtype, few_queries)
     assert sizes.PREFILL_SPLIT_KEYS % tile.keys == 0
     assert tile.rows % 8 == 0
+
+
+def test_a_call_padded_to_the_most_of_its_number_has_the_same_tile():
+    for first, last in ((1, 16), (17, 64), (65, MOST)):
+        few, most = (prefill_tile(128, torch.bfloat16, count) for count in (first, last))
+        assert few == most
+        assert few.keys == prefill_tile(128, torch.bfloat16).keys
+
+
+@pytest.mark.parametrize(
+    ("shared_kib", "stages"), [(227, (5, 5, 3)), (163, (5, 5, 3)), (99, (3, 3, 3))]
+)
+def test_loads_ahead_are_as_many_as_shared_memory_holds(shared_kib, stages, monkeypatch):
+    monkeypatch.setattr(tiles, "shared_bytes", lambda device: shared_kib * 1024 - 2048)
+    found = [prefill_tile(128, torch.bfloat16, few) for few in (16, 64, None)]
+    assert tuple(tile.stages_on(torch.device("cpu"), 128) for tile in found) == stages
+
+
+def test_a_sequence_of_more_tiles_has_fewer_parts(short_parts, rng):
+    """One tile of queries and two: the same number of programs fills the card."""
+    found = []
+    for queries in (32, 64):
+        arguments, _ = draw((4, 4, 16, 16, None, [(queries, 40 * SPLIT)]), torch.float32, rng)
+        space = poisoned_workspace(arguments[0], 40 * SPLIT)
+        kernel(*arguments, workspace=space)
+        parts = space.logsumexp[: 4 * len(arguments[0]) * 32].view(-1, len(arguments[0]), 4)
+        found.append(int((~parts[:, 0, 0].isnan()).sum()))
+    assert found == [32, 16]
 
 
 @pytest.mark.parametrize("case", [(1, 8, 64, 9000), (MOST, 32, 128, 8192), (4, 7, 80, 1)], ids=str)

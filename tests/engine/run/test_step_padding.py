@@ -116,16 +116,20 @@ def test_offloaded_layers_pad_alike_and_capture_no_prompts(
 
 def test_planned_sizes_on_a_gpu() -> None:
     plan = plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64)
-    # 8 decodes and the second size are 64 rows together.
-    assert plan.prefill_sizes[:5] == ((0, 16), (0, 64), (0, 256), (8, 16), (8, 56))
+    # 8 decodes and the third size are 64 rows together.
+    assert plan.prefill_sizes[:8] == (
+        *((0, 16), (0, 32), (0, 64), (0, 256)),
+        *((8, 16), (8, 32), (8, 56), (8, 256)),
+    )
+    assert plan.prefill_sizes[8:] == ((64, 16), (64, 64), (64, 256))
     assert plan.captured_prefills == plan.prefill_sizes
     offloaded = plan_olmo(offload=uva(8), max_model_len=512, max_num_seqs=64)
     assert offloaded.prefill_sizes == plan.prefill_sizes
     assert offloaded.captured_prefills == ()
-    for item, least in (("graphs", 9 * 32 * 2**16), ("activations", 2**25)):
+    for item, least in (("graphs", 11 * 32 * 2**16), ("activations", 2**25)):
         assert plan.gpu_items[item] - offloaded.gpu_items[item] >= least
     eager = plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64, enforce_eager=True)
     assert eager.prefill_sizes == plan.prefill_sizes
     assert eager.captured_prefills == ()
     few = plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=2, max_num_batched_tokens=64)
-    assert few.prefill_sizes == ((0, 16), (0, 64), (2, 16), (2, 62))
+    assert few.prefill_sizes == ((0, 16), (0, 32), (0, 64), (2, 16), (2, 32), (2, 62))
