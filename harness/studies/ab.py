@@ -16,7 +16,7 @@ from harness.observe.statistics import CONFIDENCE, interval
 from harness.observe.student import student_t
 from harness.point.show import build_report, verdict_text
 from harness.studies.series import RunOne, Series
-from reports.record.judging import UNRESOLVED, answer_of
+from reports.record.judging import UNRESOLVED, WITHIN_NOISE, answer_of
 from reports.record.metrics import TOTAL, Better, Metric, Metrics, shown
 from reports.record.record import RunRecord, percentile
 from reports.record.text import flatten, number
@@ -161,7 +161,7 @@ def verdict_of(
         return "one pair: no interval"
     within = resolution is not None and abs(math.log(ratio)) <= math.log1p(resolution)
     if low <= 1 <= high or within:
-        return UNRESOLVED
+        return UNRESOLVED if low <= 1 <= high else WITHIN_NOISE
     return "b is lower" if ratio < 1 else "b is higher"
 
 

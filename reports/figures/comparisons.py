@@ -236,7 +236,7 @@ def ratio_figure(rows: Sequence[Run], colours: Theme) -> Drawing | None:
     axes.axvline(1, color=colours.ink, linewidth=1.1)
     axes.set_xscale("log")
     found = [1.0, *(value for _, _, value, _ in marks)]
-    ratio_axis(axes, min(found) / 1.25, max(found) * 1.25)
+    ratio_axis(axes, colours, min(found) / 1.25, max(found) * 1.25)
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_xlabel("better to the right")
@@ -257,25 +257,26 @@ def _draw_marks(axes: "Axes", colours: Theme, marks: Sequence[Mark], runs: Seque
         axes.plot([value], [y], "o", color=palette[order], ms=7, ls="", label=shown)
 
 
-def ratio_axis(axes: "Axes", low: float, high: float) -> None:
+def ratio_axis(axes: "Axes", colours: Theme, low: float, high: float) -> None:
     """Set the ends of a logarithmic axis of ratios, and ticks at round ones."""
     axes.set_xlim(low, high)
     axes.minorticks_off()
-    named = ratio_ticks(low, high)
+    named = ratio_ticks(low, high, LEAST_GAP * (2.5 if colours.is_narrow else 1))
     axes.set_xticks(named, [f"{tick:g}x" for tick in named])
 
 
-def ratio_ticks(low: float, high: float) -> list[float]:
+def ratio_ticks(low: float, high: float, least_gap: float = LEAST_GAP) -> list[float]:
     """Return the round ratios between two that have room beside each other on a logarithmic axis.
 
     Args:
         low: end of the axis.
         high: the other one.
+        least_gap: share of the axis between two of them.
     """
     found: list[float] = []
     for tick in TICKS:
         gaps = (abs(math.log(tick / other)) / math.log(high / low) for other in found)
-        if low <= tick <= high and all(gap >= LEAST_GAP for gap in gaps):
+        if low <= tick <= high and all(gap >= least_gap for gap in gaps):
             found.append(tick)
     return sorted(found)
 
@@ -300,14 +301,16 @@ def sides_figure(record: RunRecord, colours: Theme) -> Drawing | None:
     axes.axvline(1, color=colours.muted, linewidth=1)
     for place, row in enumerate(rows):
         _draw_row(axes, colours, place, row)
-    axes.set_yticks(range(len(rows)), [theme.plain(str(row["label"]), 48) for row in rows])
+    chars, room = (22, 0.35) if colours.is_narrow else (48, 0.12)
+    labels = ["\n".join(wrap(theme.plain(str(row["label"]), 48), chars)) for row in rows]
+    axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     low, high = _limits(rows)
     if high / low > MOST_LINEAR:
         axes.set_xscale("log")
-        ratio_axis(axes, low, high * (high / low) ** 0.12)
+        ratio_axis(axes, colours, low, high * (high / low) ** room)
     else:
-        axes.set_xlim(low, high + 0.12 * (high - low))
+        axes.set_xlim(low, high + room * (high - low))
     axes.set_xlabel("b / a (1: equal)")
     return Drawing(figure)
 

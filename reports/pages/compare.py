@@ -209,9 +209,10 @@ def _verdict(runs: Sequence[Run], metrics: Sequence[Metric]) -> Verdict:
         label = "the same work, but not every run is valid"
     elif unlike:
         label = "the same requests, but not the same answers or weights"
+    found = winner(runs, metrics)
     return Verdict(
-        kind=kind,
-        answer=winner(runs, metrics),
+        kind="grey" if kind == "good" and found.startswith("No winner") else kind,
+        answer=found,
         label=label,
         lines=(*lines, *unlike, *_left_out(runs)),
     )

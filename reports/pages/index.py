@@ -103,7 +103,7 @@ def index_page(home: Path) -> Page:
     for folder, row in sorted(rows.values(), key=lambda item: item[1].started, reverse=True):
         cells = (*row.cells, _name(folder.parent, home))
         found.append((row.started, cells, row.kind, _address(folder, home)))
-    counts = Counter(row.state or row.cells[len(_BEFORE) - 1] for _, row in rows.values())
+    counts = Counter(row.state or "without a readable record" for _, row in rows.values())
     sections = [_sweeps_section(sweeps, home)] if sweeps else []
     if found:
         sections.append(_runs_section(found))

@@ -49,6 +49,8 @@ def answer(record: RunRecord) -> str:
         return f"Does not fit: {gib(over)} of GPU memory short" if over > 0 else "Does not fit"
     rates = _rates(record) if record.status in MEASURED else []
     unneeded = _unneeded(record)
+    if (record.error or {}).get("type") == "Interrupted":
+        return "Interrupted before it ended"
     if not rates:
         text = STATUS_TEXT[record.status]
         return text[0].upper() + text[1:]

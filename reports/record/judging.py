@@ -138,7 +138,9 @@ def best_of(points: Sequence[tuple[str, Metrics]], metric: Metric) -> Best | Non
 
 
 UNRESOLVED: Final = "no difference resolved"
-"""Verdict of a ratio whose interval includes 1, or that noise alone could give."""
+"""Verdict of a ratio whose interval includes 1."""
+WITHIN_NOISE: Final = "within this machine's noise"
+"""Verdict of another ratio that noise alone could give."""
 _MOST: Final = 3
 """Quantities that a sentence names."""
 
@@ -181,7 +183,7 @@ def noise_of(rows: Sequence[Mapping[str, Any]]) -> str:
     known = sorted(row["resolution"] for row in rows if row.get("resolution") is not None)
     if not known:
         spans = [row for row in rows if row.get("low") is not None]
-        return "the intervals hold 1" if spans else "one pair has no interval (raise ab.pairs)"
+        return "the intervals include 1" if spans else "one pair has no interval (raise ab.pairs)"
     least, most = (_noise(share) for share in (known[0], known[-1]))
     return f"noise is {most}" if least == most else f"noise is {least} to {most}"
 

@@ -253,7 +253,7 @@ def test_out_folder_is_made_and_the_run_folder_left_alone(tmp_path):
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path):
-    with pytest.raises(RecordError, match=r"result\.json: no such file"):
+    with pytest.raises(RecordError, match=r"expected result\.json, found none"):
         write_report(tmp_path)
 
 
