@@ -362,19 +362,9 @@ class Sessions:
                 "prompts, or a list with one for each.",
                 param="sampling_params",
             )
-        if request_id is not None:
-            check_request_id(request_id)
         params = params.copied()  # the caller may use it again for other requests
-        name = f"request-{arrival}" if request_id is None else request_id
-        while request_id is None and name in self._open:
-            name += "+"
-        if name in self._open:
-            raise RequestError(
-                f"request_id: expected an unused one, got {name!r}. Choose another.",
-                param="request_id",
-            )
         request = Request(
-            request_id=name,
+            request_id=self._name(request_id, arrival),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=self._token_ids(prompt),
             params=params,
@@ -412,8 +402,22 @@ class Sessions:
         session = Session(request, sequences, decoders, [""] * params.n)
         for sequence in sequences:
             self.core.scheduler.add(sequence)
-        self._open[name] = session
+        self._open[request.request_id] = session
         return session
+
+    def _name(self, request_id: str | None, arrival: int) -> str:
+        """Return the name of a request: the given one, else one of its own."""
+        if request_id is not None:
+            check_request_id(request_id)
+        name = f"request-{arrival}" if request_id is None else request_id
+        while request_id is None and name in self._open:
+            name += "+"
+        if name in self._open:
+            raise RequestError(
+                f"request_id: expected an unused one, got {name!r}. Choose another.",
+                param="request_id",
+            )
+        return name
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
