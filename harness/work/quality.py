@@ -7,8 +7,9 @@ generates tokens: the same model with plain weights, in a process of its own.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from pydoc_data import topics
 from statistics import fmean
@@ -216,21 +217,17 @@ def measure_quality(
             "scenario.quality.reference: expected the same text and tokenizer as here, got others. "
             "Compare with the model that this one was made of, and give the same text_file."
         )
-    pairs = [] if yardstick is None else list(zip(yardstick.prompts, yardstick.tokens, strict=True))
-    total = len(cut) + len(pairs)
+    done, total = count(), len(cut) + (0 if yardstick is None else len(yardstick.prompts))
+
+    def scored(prompt: Sequence[int]) -> list[Scored]:
+        number = next(done)
+        on_progress(number, total, 0)
+        return score(llm, prompt, f"quality-{number}")
+
     losses: list[float] = []
-    for done, window in enumerate(cut):
-        on_progress(done, total, 0)
-        scored = score(llm, ids[window.start : window.stop], f"quality-{done}")
-        losses += [-each.logprob for each in scored[window.first - window.start - 1 :]]
-    leading, equal = [], 0
-    for done, (prompt, tokens) in enumerate(pairs, start=len(cut)):
-        on_progress(done, total, 0)
-        scored = score(llm, [*prompt, *tokens], f"quality-{done}")[-len(tokens) :]
-        same = [each.is_first for each in scored]
-        equal += sum(same)
-        leading.append(same.index(False) if False in same else len(same))
-    on_progress(total, total, 0)
+    for window in cut:
+        found = scored(ids[window.start : window.stop])
+        losses += [-each.logprob for each in found[window.first - window.start - 1 :]]
     metrics: dict[str, float | None] = {"quality/perplexity": math.exp(fmean(losses))}
     samples: dict[str, Any] = {
         "text": config.text_file or OWN_TEXT,
@@ -240,10 +237,23 @@ def measure_quality(
         "nats": losses,
     }
     if yardstick is not None:
-        num_tokens = sum(len(tokens) for tokens in yardstick.tokens)
-        metrics |= {
-            "quality/equal_share": equal / num_tokens,
-            "quality/first_difference_tokens": fmean(leading),
-        }
+        agreement, leading = _agreement(yardstick, scored)
+        metrics |= agreement
         samples |= {"leading_equal": leading, "yardstick": yardstick.to_dict()}
+    on_progress(total, total, 0)
     return metrics, samples
+
+
+def _agreement(
+    yardstick: Yardstick, scored: Callable[[Sequence[int]], list[Scored]]
+) -> tuple[dict[str, float], list[int]]:
+    """Return metrics of the tokens that equal a yardstick's, and how many of each lead."""
+    leading, num_equal, num_tokens = [], 0, 0
+    for prompt, tokens in zip(yardstick.prompts, yardstick.tokens, strict=True):
+        same = [each.is_first for each in scored([*prompt, *tokens])[-len(tokens) :]]
+        num_equal, num_tokens = num_equal + sum(same), num_tokens + len(tokens)
+        leading.append(same.index(False) if False in same else len(same))
+    return {
+        "quality/equal_share": num_equal / num_tokens,
+        "quality/first_difference_tokens": fmean(leading),
+    }, leading
