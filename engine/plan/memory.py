@@ -1,7 +1,7 @@
 """From a placement to a MemoryPlan: every byte on both sides. Pure arithmetic, no torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -108,7 +108,7 @@ class MemoryPlan:
     quantize: str | None = None
     """What the load rounds plain weights to, in words; None: it rounds none."""
     predicted: dict[str, Any] | None = field(default=None, repr=False)
-    """Times that engine.plan.times.predict gives for this plan."""
+    """Times that engine.plan.planner.predict gives for this plan."""
     choice: dict[str, Any] | None = field(default=None, repr=False)
     """What the planner chose, why, and what else there was; None: it chose nothing."""
     facts: DeviceFacts = field(repr=False)
@@ -469,13 +469,8 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
     slot_bytes = {found.residence: found.count * found.num_bytes for found in slots}
     sizes, (activations, logits) = asked.graph_sizes, asked.step_bytes
     budget = gpu_budget_bytes(config, facts)
-    notes = list(assignment.notes)
     use_graphs, prefills, captured = _captured(asked, layout)
-    if _captured_decodes(asked) and not use_graphs:
-        notes.append("fallback: decode runs without graphs, which cannot copy pageable memory.")
-    notes += window_notes(config, spec, asked.max_model_len)
-    capability = None if facts.emulated else facts.compute_capability
-    notes += capability_notes(config, spec, dtype, facts.name, capability)
+    notes = [*assignment.notes, *_machine_notes(asked, use_graphs=use_graphs)]
     captured_pool, graph_nodes = captured_bytes(
         spec, facts.kind, sizes if use_graphs else (), captured, size
     )
@@ -551,6 +546,16 @@ def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
         quantize=described(config.model.quantize),
         facts=facts,
     )
+
+
+def _machine_notes(asked: Asked, *, use_graphs: bool) -> Iterator[str]:
+    """Yield what to say of what this machine makes of the question."""
+    config, spec, facts = asked.config, asked.spec, asked.facts
+    if _captured_decodes(asked) and not use_graphs:
+        yield "fallback: decode runs without graphs, which cannot copy pageable memory."
+    yield from window_notes(config, spec, asked.max_model_len)
+    capability = None if facts.emulated else facts.compute_capability
+    yield from capability_notes(config, spec, asked.dtype, facts.name, capability)
 
 
 def _captured(

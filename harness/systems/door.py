@@ -63,7 +63,7 @@ class EngineDoor:
     predict: Callable[[Any, Any, ScenarioConfig], dict[str, float | None]] = predicted_times
     """Returns what a plan of a model predicts of a scenario, by metric."""
     machine: Callable[[EngineConfig], Mapping[str, float | None]] = lambda _: {}
-    """Returns more rates of the machine to plan with, by the names of engine.plan.times."""
+    """Returns more rates of the machine to plan with, by the names of engine.plan.rates."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the engine's token times."""
     clock_zero_s: float = 0.0
