@@ -46,7 +46,7 @@ class UnpackableError(CheckpointError):
 
     Attributes:
         reasons: Why, by the tensor's name.
-        escapes: Of the tensors beside them, which are made, how many elements are kept whole.
+        escapes: How many elements are kept whole of the tensors beside them, which are made.
     """
 
     def __init__(self, reasons: dict[str, str], escapes: dict[str, int]) -> None:

@@ -48,7 +48,7 @@ class PackedCheckpoint:
     plain_bytes: int
     """Bytes of the same tensors in the checkpoint's dtype."""
     escapes: dict[str, tuple[int, int]]
-    """Of each packed tensor, how many weights are kept whole, and how many it has."""
+    """How many weights of each packed tensor are kept whole, and how many it has."""
     plain: dict[str, list[tuple[str, int]]]
     """Tensors that stay plain and their bytes, by the reason why."""
     num_made: int
@@ -71,7 +71,7 @@ def pack_checkpoint(
 
     Args:
         checkpoint: The folder of config.json and its files.
-        kept_folder: Of all packed weights.
+        kept_folder: Folder of all packed weights.
         facts_folder: Where tensors are noted whose values cannot be packed.
         device: auto (CUDA if there is one, else the CPU) | cuda | cpu.
         progress: Called as tensors are packed.

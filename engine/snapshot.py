@@ -34,9 +34,9 @@ class Snapshot:
     prefix_queried_tokens: int
     """Tokens of prompts that were looked up in the KV cache."""
     prefix_hit_gpu_tokens: int
-    """Those of them that were found on the GPU."""
+    """Looked up tokens that were found on the GPU."""
     prefix_hit_host_tokens: int
-    """Those of them that were found in the host tier."""
+    """Looked up tokens that were found in the host tier."""
     steps: int
     step_s: float
     """Seconds that steps took."""
@@ -58,7 +58,7 @@ class Snapshot:
     """Experts that tokens were routed to and that lay on the GPU, each once a layer and step; 0
     where all are resident."""
     expert_misses: int
-    """Those that crossed the link."""
+    """Experts that tokens were routed to and that crossed the link."""
     link_kv_bytes: int
     """Bytes of keys and values that crossed it to the GPU, copied or read in place."""
     link_bytes_per_step: float

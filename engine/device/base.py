@@ -193,7 +193,7 @@ class Device(Protocol):
     torch_device: torch.device
     name: str
     uuid: str | None
-    """Of the GPU, as NVML writes it; None on the CPU."""
+    """UUID of the GPU, as NVML writes it; None on the CPU."""
 
     def facts(self) -> DeviceFacts:
         """Return what a plan must know, read now."""
@@ -271,7 +271,7 @@ class Mark(Protocol):
     def wait(self) -> float:
         """Block until the work before it is done; return when the host first knew that.
 
-        That is by this or by `is_done`, in seconds of `time.perf_counter`.
+        It knows by this or by `is_done`, in seconds of `time.perf_counter`.
         """
 
     def is_done(self) -> bool:

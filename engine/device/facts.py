@@ -21,7 +21,7 @@ def gpu_processes(uuid: str | None, module: Any = None) -> dict[int, int | None]
     In some containers it does not know this process by its number.
 
     Args:
-        uuid: That of the GPU, as NVML writes it.
+        uuid: UUID of the GPU, as NVML writes it.
         module: What asks the driver; None: pynvml, where it is installed.
     """
     try:

@@ -92,7 +92,7 @@ class KVCache:
     ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.blocks: list[torch.Tensor] = []
-        """The same as uint8 [B, bytes of a block]."""
+        """The tensors as uint8 [B, bytes of a block]."""
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._host_layers: dict[int, HostCache] = {}
         self._host_rows: dict[int, torch.Tensor] = {}

@@ -576,7 +576,7 @@ class TieredBlockPool:
 
         Args:
             table: Its block table.
-            keys: Of its full, computed blocks.
+            keys: Keys of its full, computed blocks.
 
         Raises:
             EngineError: A block of the table has no owner, or another key.

@@ -46,7 +46,7 @@ class Found:
     num_gone: tuple[int, ...]
     """How many of them have expired, for each group of layers."""
     blocks: tuple[list[int], ...]
-    """Those that have not, for each group."""
+    """Blocks that have not expired, for each group."""
     num_missed: int
     """Blocks that could have been found behind them."""
 
@@ -85,7 +85,7 @@ class BlockGroups:
         self._retain: Retain = "demote" if self.policy.prefix_caching else "forget"
         """What becomes of blocks that a sequence has no use for any more."""
         self._drop: Retain = "drop" if self.policy.prefix_caching else "forget"
-        """The same where it is unlikely that others have a use for them."""
+        """What becomes of them where it is unlikely that others have a use for them."""
         self._chains: dict[int, KeyChain] = {}
         self.gpu_room = first.num_free
         """Blocks of the first group that the GPU has for sequences."""
@@ -185,7 +185,7 @@ class BlockGroups:
     def prepare(self, sequence: Sequence) -> None:
         """Make the next keys of a sequence's known tokens, so that no step has to.
 
-        Those of PREPARE_TOKENS tokens, as all of a very long prompt take longer than a step.
+        They are those of PREPARE_TOKENS tokens: all of a very long prompt take longer than a step.
         """
         named = self.block_size * len(self._keys(sequence, 0))
         self._keys(sequence, min(sequence.num_tokens, named + PREPARE_TOKENS))
@@ -398,7 +398,7 @@ class BlockGroups:
     def movable(self, sequences: Iterable[Sequence]) -> tuple[Counter[int], Counter[int]]:
         """Return full blocks of the first group that these sequences alone own, and how many do.
 
-        Those on the GPU, and those in the host tier.
+        First those on the GPU, then those in the host tier.
         """
         pool, size, counts = self.pools[0], self.block_size, Counter[int]()
         for sequence in sequences:

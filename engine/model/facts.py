@@ -11,9 +11,9 @@ from typing import Final
 from engine.model.checkpoint import checkpoint_files
 
 VERSION: Final = 1
-"""Of what codes can hold: a note of another one counts as none."""
+"""Version of what codes can hold: a note of another one counts as none."""
 HEADER_BYTES: Final = 8
-"""Of a safetensors file, the length of its header."""
+"""Bytes that hold the length of a safetensors file's header."""
 SAMPLE_BYTES: Final = 1 << 16
 """Read at the end of each file: checkpoints of equal shapes have equal headers and sizes."""
 

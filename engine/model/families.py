@@ -14,8 +14,8 @@ class ExpertNames:
 
     router: str
     gates: tuple[str, ...]
-    """Those of gates and ups, with the expert's number in braces, as the next. One: each gate is
-    followed by its up."""
+    """Names of gates and ups, with the expert's number in braces, as in `down`. One name: each gate
+    is followed by its up."""
     down: str
 
     @property
@@ -82,8 +82,7 @@ class Architecture:
     expert_size_key: str = "moe_intermediate_size"
     """What config.json calls the feed-forward size of an expert."""
     has_shared_expert: bool = False
-    """Beside those that are chosen one expert runs for every token, through a sigmoid of its own.
-    """
+    """One more expert runs for every token, through a sigmoid of its own."""
     has_expert_biases: bool = False
     """Router and experts have biases."""
     has_sinks: bool = False
@@ -320,7 +319,7 @@ def _wrong(text: str) -> CheckpointError:
 def sizes_of(config: Mapping[str, Any], stored_dtype: str | None = None) -> dict[str, Any]:
     """Return the fields of a ModelSpec from the content of a config.json.
 
-    Of a model of text and images the text part is read. A value that has an old and a new name is
+    Reads the text part of a model of text and images. A value that has an old and a new name is
     read from where transformers reads it. `stored_dtype`: where none is stated; None: float32.
 
     Raises:

@@ -360,7 +360,7 @@ class TensorFormats:
         """Return the GPU memory that arrays of a checkpoint are brought to, and that beside it.
 
         Args:
-            tensors: Of the model.
+            tensors: Tensors of the model.
         """
         known: dict[tuple[object, ...], tuple[int, int, int]] = {}
         found = [(0, 0, 0)]
@@ -391,7 +391,7 @@ class TensorFormats:
         """GPU memory that rows of packed tensors are brought to; some blocks, the largest at least.
 
         Args:
-            tensors: Of which those that are packed count.
+            tensors: Tensors; those that are packed count.
         """
         packed = self.packed(tensors)
         largest = max((self.block_bytes(*each) for each in packed), default=0)
@@ -402,7 +402,7 @@ class TensorFormats:
         """GPU memory that packing takes beside the tensors' places.
 
         Args:
-            tensors: Of the model.
+            tensors: Tensors of the model.
         """
         every = list(tensors)
         packed = self.packed(every)

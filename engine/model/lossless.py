@@ -117,7 +117,7 @@ class _Packing(Packing):
     """Packs blocks, each with a table that has room for all that its groups may need.
 
     Args:
-        views: Of the whole tensor.
+        views: Views of the whole tensor.
         codes: The module kernels.ops.codes.
     """
 
@@ -180,7 +180,7 @@ def lossless_formats(
 
     Args:
         spec: Sizes of the model.
-        dtype: That the engine computes in; all is plain in any but bfloat16.
+        dtype: What the engine computes in; all is plain in any but bfloat16.
         plain: Tensors to leave as they are.
     """
     chosen = {

@@ -40,7 +40,7 @@ def read_quantization(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
     Args:
         config: The content of config.json.
-        dtype: That of the model.
+        dtype: dtype of the model.
 
     Raises:
         CheckpointError: The checkpoint is quantised in a way that is not supported.

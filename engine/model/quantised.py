@@ -66,7 +66,7 @@ class Source:
     parameters: tuple[tuple[str, ParamSpec], ...]
     """Suffix, and what is read."""
     prefix: str
-    """Of the names of the views."""
+    """What the names of the views begin with."""
     row: int
     """The first row in the views."""
     heads: int = 0
@@ -93,7 +93,7 @@ class _OfOneScheme(UnpackedFormat):
 
     scheme: Scheme
     dtype: str
-    """That the engine computes in."""
+    """What the engine computes in."""
 
     def parameters(self, tensor: TensorSpec) -> tuple[ParamSpec, ...]:
         """List the arrays of a checkpoint that it is made from."""
@@ -122,7 +122,7 @@ class Grouped(_OfOneScheme):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """That of the scheme."""
+        """The name of the scheme."""
         return self.scheme.name
 
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:
@@ -180,7 +180,7 @@ class Grouped(_OfOneScheme):
         return found._replace(kernels_of=partial(found.kernels_of, stored=stored))
 
     def token_elements(self, tensor: TensorSpec) -> int:
-        """Those of inputs that are brought into the order of the columns."""
+        """Elements of inputs that are brought into the order of the columns."""
         return tensor.shape[1] if self.scheme.ordered else 0
 
     def dummies(self, tensor: TensorSpec) -> Iterator[tuple[str, float | str]]:
@@ -232,7 +232,7 @@ class Rewritten(_OfOneScheme):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """That of the dtype."""
+        """The name of the dtype."""
         return self.dtype
 
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:  # noqa: ARG002
@@ -308,7 +308,7 @@ class Mixed(UnpackedFormat):
         )
 
     def token_elements(self, tensor: TensorSpec) -> int:
-        """Those of the parts' results, and of the largest's inputs."""
+        """Elements of the parts' results, and of the largest part's inputs."""
         inputs = (form.token_elements(part) for _, form, part in self._each(tensor))
         return tensor.shape[0] + max(inputs)
 
@@ -372,7 +372,7 @@ def sources_of(scheme: Scheme, part: ParamSpec, row: int) -> Iterator[Source]:
     """Yield how the rows of one parameter are made.
 
     Args:
-        scheme: Of the parameter.
+        scheme: Scheme of the parameter.
         part: Which.
         row: The first of its rows in the views.
     """
@@ -401,8 +401,8 @@ def interleaved(tensors: Iterable[TensorSpec], dtype: str) -> dict[str, Format]:
     """Return the formats of plain experts of a checkpoint that has gates and ups in turn.
 
     Args:
-        tensors: Of the model.
-        dtype: That the engine computes in.
+        tensors: Tensors of the model.
+        dtype: What the engine computes in.
     """
     found: dict[str, Format] = {}
     for tensor in tensors:
@@ -492,8 +492,8 @@ class Quantisation:
         """Return the formats of those tensors that are not plain.
 
         Args:
-            tensors: Of the model.
-            dtype: That the engine computes in.
+            tensors: Tensors of the model.
+            dtype: What the engine computes in.
 
         Raises:
             ConfigError: A matrix cannot be stored so.
@@ -592,7 +592,7 @@ UNUSED: Final = MappingProxyType(
         "fp8": ("input_scale", "k_scale", "v_scale"),
     }
 )
-"""Of each method, what parameters that say how activations are quantised end with."""
+"""By method, ends of the names of parameters that say how activations are quantised."""
 
 
 def module_of(part: ParamSpec) -> str:

@@ -30,7 +30,7 @@ def weight_formats(quantize: str | None, spec: ModelSpec, dtype: str) -> Mapping
     Args:
         quantize: A key of BITS; None: nothing is rounded.
         spec: Sizes of the model.
-        dtype: That the engine computes in.
+        dtype: What the engine computes in.
 
     Raises:
         ConfigError: The checkpoint is quantised already, or keeps experts in another order.

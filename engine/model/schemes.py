@@ -56,16 +56,16 @@ class Scheme:
 
     Attributes:
         layout: A key of LAYOUTS.
-        bits: Of a value.
+        bits: Bits of a value.
         group: Input columns of one scale; 0: all.
-        scale_dtype: Of scales as they are stored.
+        scale_dtype: dtype of scales as they are stored.
         symmetric: Whether there are no zero points.
         ordered: Whether columns are grouped in an order of their own (g_idx).
         zeros_from_one: Whether zero points are stored less one (GPTQ's first version).
         rows: Rows of one scale; 0: all.
         nested: Whether scales are quantised too (bitsandbytes).
-        heads: Of queries and of keys, where a GGUF file keeps rows that rotate together side by
-            side; 0: it does not.
+        heads: Heads of queries and of keys, where a GGUF file keeps rows that rotate together side
+            by side; 0: it does not.
     """
 
     layout: str
@@ -97,7 +97,7 @@ class Arrays:
     """What one scheme keeps of a matrix of N rows and K columns in a checkpoint, and here."""
 
     kind: str
-    """Of kernels.arguments.Quantised."""
+    """The kind of kernels.arguments.Quantised."""
     stored: tuple[tuple[str, tuple[int, ...], str | None], ...]
     """Suffix of the parameter, shape, dtype; None: that of scales."""
     offset: int = 0

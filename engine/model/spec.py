@@ -360,7 +360,7 @@ class ModelSpec(Sealed):
         """Return the formats of the tensors that are quantised or stored in another order, by name.
 
         Args:
-            dtype: That the engine computes in.
+            dtype: What the engine computes in.
             rounded: How a load rounds a plain checkpoint; None: as the checkpoint keeps them.
 
         Raises:

@@ -387,7 +387,7 @@ def by_price(ways: Iterable[Way]) -> list[Way]:
 def context_of(ways: Iterable[Way]) -> int | None:
     """Return the length at which ways are compared; None: a short one.
 
-    That of max_model_len where a sequence of it reads keys and values in host memory in some.
+    It is max_model_len where a sequence of it reads keys and values in host memory in some.
     """
     return max((w.plan.max_model_len for w in ways if w.reads_kv_in_place), default=None)
 
@@ -434,7 +434,7 @@ class Answer:
     lines: tuple[str, ...]
     """The verdict, unwrapped, and a row for each way that is faster, and for the full length."""
     ways: tuple[dict[str, Any], ...]
-    """Those that are faster, the fastest first, as plain data."""
+    """Ways that are faster, the fastest first, as plain data."""
 
 
 def answer_of(asked: Asked, plan: MemoryPlan, planned: Planned) -> Answer:

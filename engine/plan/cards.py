@@ -97,7 +97,7 @@ class DeviceFacts:
     reason: str = ""
     """Why pinning or in-place reads are not possible."""
     compute_capability: tuple[int, int] | None = None
-    """Of a CUDA device; None where there is none, or it is not known."""
+    """Major and minor version of a CUDA device; None where there is none, or it is not known."""
     pin_limit_bytes: int | None = None
     """Host memory that may be pinned where a limit on locked memory binds the driver."""
     num_threads: int = MAX_LOAD_THREADS

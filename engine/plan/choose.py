@@ -78,7 +78,7 @@ class Candidate:
 
     @cached_property
     def waves_s(self) -> float:
-        """The same, roughly: as many at once as have room at their mean length, all alike."""
+        """Roughly queue_s: as many at once as have room at their mean length, all alike."""
         prompt, output = queue_of(self.plan.max_model_len)
         batch = min(QUEUE_REQUESTS, self.shape.concurrency(prompt + output / 2))
         part = min(batch * prompt, self.plan.max_num_batched_tokens)

@@ -17,7 +17,7 @@ class Packed:
     plain: int = 0
     """Once they are restored."""
     quantised: int = 0
-    """Those of `stored` that a checkpoint keeps quantised."""
+    """The part of `stored` that a checkpoint keeps quantised."""
     quantised_plain: int = 0
     """Once they are restored."""
 

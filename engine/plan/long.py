@@ -33,8 +33,8 @@ def turn_of(
     """Return the time of a token in a turn, its moves shared out, and the tokens of the turn.
 
     Args:
-        rates: Of decodes.
-        moves: Of moves of blocks.
+        rates: What decodes cost.
+        moves: What moving blocks costs.
         read_bytes: What each step of it reads of the host tier.
         moved_bytes: What is moved to the GPU before it.
     """

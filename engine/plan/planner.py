@@ -261,7 +261,7 @@ def _mixed_as_set(plans: Mapping[str, MemoryPlan], asked: Asked) -> tuple[Memory
     """Return a plan with the best mix of formats and what it was made from; None: no mix fits.
 
     Args:
-        plans: Those that fit, plain and with all in codes that gain.
+        plans: Plans that fit, plain and with all in codes that gain.
         asked: What the latter was made from.
     """
     mix, coded = layers_alone(asked), plans.get(LOSSLESS)

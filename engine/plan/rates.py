@@ -48,7 +48,7 @@ FILE_READ_GB_S: Final = 5.0
 PIN_GB_S: Final = 4.0
 """First touch and registration of slabs: 8.6 GB in 2.3 s (H100)."""
 COPY_OVERHEAD_S: Final = 16e-6
-"""Beside the bytes of one copy: 1, 4, 16, 64 MiB at 28.7, 47.4, 52.1, 54.8 GB/s (H200)."""
+"""What a copy takes beside its bytes: 1, 4, 16, 64 MiB at 28.7, 47.4, 52.1, 54.8 GB/s (H200)."""
 LAYER_OVERHEAD_S: Final = 12e-6
 """Kernels of one layer beside their bytes, in graphs: beginnings and ends of four products,
 attention of few keys, norms (H200: 10 to 12 us in OLMo-2 of 7B and 13B, plain and lossless)."""

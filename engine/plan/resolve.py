@@ -49,8 +49,8 @@ def capability_notes(
     Args:
         config: What was asked.
         spec: Sizes of the model.
-        dtype: That is in force.
-        name: Of the card.
+        dtype: The dtype in force.
+        name: Name of the card.
         capability: Its compute capability; None: not known, or no card.
     """
     notes: list[str] = []

@@ -19,8 +19,8 @@ def ring_s(
     end of the step all copies are joined, so every step is like the one before.
 
     Args:
-        compute_s: Of each layer.
-        copy_s: Of each layer; 0 for those that are not offloaded.
+        compute_s: Seconds of compute of each layer.
+        copy_s: Seconds of copies of each layer; 0 for those that are not offloaded.
         num_slots: S, at least 1.
         wrap: The first S layers lie in their slots when the step begins.
         after_s: Work after the last layer, beside which copies run on.

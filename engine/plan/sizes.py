@@ -509,7 +509,7 @@ PREFILL_SEQUENCES = 4
 PREFILL_TOKENS = (16, 32, 64, 256)
 """Tokens of prompts that captured steps are padded to."""
 MAX_LOAD_THREADS = 16
-"""That read weights, at most."""
+"""Most threads that read weights."""
 PIECE_BYTES = 8 * MIB
 """Most bytes of one read. With 16 threads, 14.6 GB in page cache came onto an H200 at 23 GB/s; with
 pieces of 4 MiB at 13, of 2 MiB at 7."""
@@ -641,9 +641,9 @@ def restore_bytes(
 
     Args:
         spec: Sizes of the model.
-        formats: Of its tensors.
-        max_tokens: Of a step.
-        max_rows: Of logits of a step.
+        formats: Formats of its tensors.
+        max_tokens: Most tokens of a step.
+        max_rows: Most rows of logits of a step.
     """
     if not formats.others or max_tokens <= MAX_SMALL_TOKENS:
         return 0

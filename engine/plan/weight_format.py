@@ -24,7 +24,7 @@ LOSSLESS: Final = "lossless"
 MIXED: Final = "mixed"
 """Words of plans and records for all plain, all in codes that gain, and some of both."""
 NOTHING_KNOWN: Final[Mapping[str, str]] = MappingProxyType({})
-"""Of a checkpoint that no load found tensors in that codes cannot hold."""
+"""What is known of a checkpoint in which no load found tensors that codes cannot hold."""
 
 
 def ways(

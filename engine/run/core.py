@@ -41,8 +41,8 @@ class StepStats:
     """Keys and values that were copied to the GPU ahead of decodes."""
     used_graph: bool
     duration_s: float
-    """To its tokens on the host, as the host found them there, from its own plan or from the end of
-    the step before, whichever was later: where steps overlap, the time that it adds."""
+    """Seconds until the host found its tokens there, from its own plan or from the end of the step
+    before, whichever was later: where steps overlap, the time that it adds."""
     is_overlapped: bool
     """Whether it was planned and launched before the step before it was collected."""
     launch_s: float
@@ -53,7 +53,7 @@ class StepStats:
     expert_hits: int = 0
     """Experts that its tokens were routed to and that lay on the GPU, each counted once a layer."""
     expert_misses: int = 0
-    """Those that crossed the host link."""
+    """Experts that its tokens were routed to and that crossed the host link."""
     expert_bytes: int = 0
     """What crossed it for them, in none of the other counts."""
 
@@ -223,8 +223,8 @@ class EngineCore:
         self.step_s = 0.0
         """Seconds that they took."""
         self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
-        """Of the last ones the bytes that crossed the host link to the GPU, but for host blocks
-        that prefills stage, and the seconds."""
+        """Bytes that crossed the host link to the GPU in each of the last steps, but for host
+        blocks that prefills stage, and its seconds."""
         self.overlapped_steps = 0
         """Number of them that were launched before the step before them was collected."""
         self.overlap = True

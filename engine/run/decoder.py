@@ -60,7 +60,7 @@ class DecoderLayer:
     place: int = 0
     """Which of the layers with experts it is, where it has some."""
     shared_gate: Product | None = None
-    """Of the shared expert; None: there is none."""
+    """The gate of the shared expert; None: there is none."""
 
 
 @dataclass(frozen=True)

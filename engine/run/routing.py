@@ -126,7 +126,7 @@ class RoutingTable:
 
         Args:
             ids: int [P, L, k].
-            most_tokens: Of a step.
+            most_tokens: Most tokens of a step.
             device: Where steps run.
         """
         host = torch.from_numpy(np.ascontiguousarray(ids.transpose(1, 0, 2), dtype=np.int32))
@@ -179,7 +179,7 @@ class RoutingRecorder:
     buffer: Tensor
     """int16 [L, most tokens of a step, k] on the device."""
     hosts: tuple[Tensor, Tensor]
-    """The same, twice, on the host."""
+    """Two of the same shape, on the host."""
     _turn: int = 0
     _sequences: dict[int, list[tuple[int, np.ndarray]]] = field(default_factory=dict)
     """Parts of each sequence as they came: first position, and int16 [L, count, k]."""

@@ -31,7 +31,7 @@ NUM_BUFFERS = 2
 class StageBuffers:
     """Buffers on the GPU that host blocks of one layer are copied into, used in turn.
 
-    Of each layer the host blocks of one piece of the keys at a time go into one of two buffers,
+    The host blocks of one layer and one piece of the keys at a time go into one of two buffers,
     beside the attention to the piece before.
     """
 
@@ -46,7 +46,7 @@ class StageBuffers:
         """uint8 [size, bytes of a layer] each."""
         views = [raw.view(cache.tensor.dtype).view(size, *shape) for raw in self.rows]
         self.hosts = [HostCache(view[:, 0], view[:, 1]) for view in views]
-        """The same as attention reads them."""
+        """The buffers as attention reads them."""
         self.stream: CopyStream = device.copy_stream()
         self._turn = 0
 

@@ -28,7 +28,7 @@ def chat_text(tokenizer: Any | None, messages: Messages, /, **template: Any) -> 
     """Return a conversation as the text that the model goes on with, special tokens included.
 
     Args:
-        tokenizer: Of transformers; None: the model has none.
+        tokenizer: A tokenizer of transformers; None: the model has none.
         messages: One conversation.
         **template: For apply_chat_template.
 

@@ -189,7 +189,7 @@ _SPLITS: Final[Mapping[str, str]] = MappingProxyType(
 """How text is split before merges, by tokenizer.ggml.pre, where it is not as GPT-2 does."""
 _LIKE_GPT2: Final = ("default", "gpt-2", "smollm")
 _WITHOUT_MERGES: Final = ("llama-bpe", "llama3", "llama-v3")
-"""Those that take a word that is a token whole, whatever its merges."""
+"""Kinds of tokenizer.ggml.pre that take a word that is a token whole, whatever its merges."""
 
 
 def _of_gguf(file: Path) -> Any | None:

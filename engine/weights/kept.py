@@ -35,7 +35,7 @@ from engine.model.formats import Format, ParamSpec, TensorFormats, TensorSpec, a
 from engine.sealed import GIB
 
 VERSION: Final = "1"
-"""Of what the metadata says; files of another one are made anew."""
+"""Version of the metadata; files of another one are made anew."""
 DAMAGED: Final = "is damaged (checksums differ)"
 SPARE_BYTES: Final = 256 * 2**20
 """Left free on the disk."""
@@ -55,7 +55,7 @@ class BusyError(EngineError):
 def source_identity(checkpoint: Path) -> str:
     """Return a hash that tells whether a checkpoint's safetensors files are as they were.
 
-    Of each file it covers the name, the size, the header (names, dtypes, shapes and places of
+    It covers the name of each file, the size, the header (names, dtypes, shapes and places of
     tensors), the last 64 KiB, and the time of the last change in nanoseconds. Other values are not
     read: who changes them and sets the time back is not noticed.
 
@@ -92,8 +92,8 @@ class KeptCopy:
     """What was kept of a checkpoint, as its folder has it now.
 
     Args:
-        folder: Of the copy; there may be none.
-        identity: Of the checkpoint.
+        folder: Folder of the copy; there may be none.
+        identity: Identity of the checkpoint.
     """
 
     def __init__(self, folder: Path, identity: str) -> None:
@@ -111,7 +111,7 @@ class KeptCopy:
             except OSError as error:
                 self.faults[file] = f"cannot be read ({error.strerror})"
         self.escapes = {name: kept.escapes for name, kept in self.tensors.items()}
-        """Of every tensor that was here, how many elements are kept whole."""
+        """How many elements of every tensor that was here are kept whole."""
 
     def holds(self, tensor: TensorSpec, formats: TensorFormats) -> bool:
         """Whether a tensor is here, in its format and of the same parameters."""
@@ -246,9 +246,9 @@ def keep(
 
     Args:
         copy: As the load found it, and dropped from it what was damaged.
-        formats: Of the model.
+        formats: Formats of the model.
         packed: All packed tensors of the model, on any device; work on them is done.
-        escapes: Of each that was packed, how many elements are kept whole.
+        escapes: How many elements of each that was packed are kept whole.
 
     Returns:
         The bytes written, and why nothing could be, in one line.
@@ -280,9 +280,9 @@ class CopyWriter:
     """Writes one file of a copy: whole under its name, or not at all.
 
     Args:
-        folder: Of the copy, held by `alone`.
-        identity: Of the checkpoint.
-        formats: Of the model.
+        folder: Folder of the copy, held by `alone`.
+        identity: Identity of the checkpoint.
+        formats: Formats of the model.
         tensors: All that may be added.
     """
 
@@ -332,7 +332,7 @@ class CopyWriter:
 
         Args:
             packed: With their arrays, on any device; work on them is done.
-            escapes: Of each, how many elements are kept whole.
+            escapes: How many elements of each are kept whole.
             progress: Called with bytes that are written.
 
         Raises:

@@ -67,7 +67,7 @@ def in_tiles(made: Mapping[str, torch.Tensor], bits: int) -> Arrays:
 
     Args:
         made: Its arrays by name, [N, G]; `values` uint8 [N, K], of all bits.
-        bits: Of a value.
+        bits: Bits of a value.
     """
     values, high = quantised.pack(made["values"], bits)
     found = {"values": values} | ({} if high is None else {"high": high})

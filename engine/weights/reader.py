@@ -80,7 +80,7 @@ class _Piece:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the file."""
+        """Element type in the file."""
         return _dtype(self.source)
 
     @property
@@ -296,10 +296,10 @@ def pack(
     """Make the packed tensors: some rows are brought to the GPU and packed there, then others.
 
     Args:
-        formats: Of the model.
+        formats: Formats of the model.
         packed: Which, with the arrays to write, on any device.
         fill: Called with rows of parameters.
-        device: That packs.
+        device: What packs.
         clock: Receives the phase convert.
 
     Returns:
@@ -358,7 +358,7 @@ def unpack(
     Args:
         unpacked: Which, with their formats and the arrays to write, on any device.
         fill: Called with those arrays.
-        device: That makes them.
+        device: What makes them.
         clock: Receives the phase convert.
 
     Raises:
@@ -398,7 +398,7 @@ class CheckpointReader:
     """Reads in threads, each of which converts and uploads what it has read; closed after the last.
 
     Args:
-        device: Whose memory targets may lie in.
+        device: The device in whose memory targets may lie.
         clock: Receives the phases read, convert and copy, busy times and bytes.
         progress: Called, by the caller's thread, with bytes that are in place or on their way.
         pin: Whether buffers on the way to the GPU may be pinned.
@@ -423,7 +423,7 @@ class CheckpointReader:
         """Fill every parameter; all of them are in place when this returns.
 
         Returns:
-            Those that have checksums, and whose bytes differ from them or cannot be read.
+            Names of parameters whose bytes differ from their checksums or cannot be read.
 
         Raises:
             CheckpointError: A file cannot be read to its end.
@@ -567,7 +567,7 @@ class DummyWeights:
         """Fill the arrays of a quantised tensor.
 
         Args:
-            name: Of the tensor.
+            name: Name of the tensor.
             dummies: What each array is, as its format says.
             views: The arrays, on any device.
         """

@@ -394,7 +394,7 @@ def _leaves(key: str, mapping: str) -> dict[str, str]:
 def expand(overrides: Sequence[Override]) -> list[list[str]]:
     """Return the overrides of every point: each combination of the values given, as typed.
 
-    Of one key given twice the later one holds.
+    Where a key is given twice, the later value holds.
     """
     parser = OverridesParser.create()
     values: dict[str, list[str]] = {}

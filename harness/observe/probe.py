@@ -50,11 +50,11 @@ ROW_DISTANCE: Final = 2**20
 LONG_RUN, SHORT_RUN = 512, 16
 """Rows of a copy."""
 BLOCK_BYTES: Final = 2**21
-"""Of blocks that are moved: about where kernels and DMA take as long on an H200."""
+"""Size of blocks that are moved: about where kernels and DMA take as long on an H200."""
 MANY_ROWS, MANY_COLUMNS = 128, 4096
 """A product of more rows than read a weight once, and the columns of its weight."""
 MANY_BYTES = COPY_BYTES // 2
-"""Of that weight, and of all blocks."""
+"""Bytes of that weight, and of all blocks."""
 LAUNCHES = 500
 """Between two looks at the clock; fewer than fill the driver's queue."""
 HBM_COPIES = 8

@@ -128,7 +128,7 @@ class Inputs:
     """What a point needs before it takes a device."""
 
     engine: EngineConfig
-    """Of the engine under test."""
+    """Configuration of the engine under test."""
     model_path: Path | None = None
     """Folder of the checkpoint; None: random weights."""
     model_facts: Mapping[str, Any] | None = None

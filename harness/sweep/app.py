@@ -58,7 +58,7 @@ class PointTask:
     planned: Planned = field(default_factory=dict)
     """Points of a study."""
     sides: Sides | None = None
-    """Of a comparison."""
+    """The two sides of a comparison; None: there is none."""
     folders: list[Path] = field(default_factory=list)
     """Folders of the points that began in this process, in order."""
     records: list[RunRecord] = field(default_factory=list)

@@ -126,7 +126,7 @@ class LinkWatch:
     def __init__(self, door: EngineDoor, config: EngineConfig) -> None:
         self._door, self._config = door, config
         self.factors = LinkFactors()
-        """Of the GPU's counter."""
+        """Factors of the GPU's counter."""
 
     def before(self, gpu: Gpu | None) -> dict[str, float | None]:
         """Probe, calibrate the counter of `gpu`; return the rates by the probe's names."""

@@ -12,7 +12,7 @@ class Events:
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        """Of a line whose end has not come."""
+        """Pieces of a line whose end has not come."""
         self._is_first = True
         self._kind = ""
         self._data: list[str] = []

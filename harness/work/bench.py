@@ -280,7 +280,7 @@ def counted(
     Bytes are those of weights, copied and in place, and of KV that is read in place or loaded.
 
     Args:
-        sender: Of the engine.
+        sender: What sends prompts to the engine.
         seconds: How long.
         counter: The link's; None: there is none.
         send: Sends a request; called whenever none is left.

@@ -36,7 +36,7 @@ class StepCounts:
     expert_hits: int = 0
     """Experts that tokens were routed to and that lay on the device, each once a layer."""
     expert_misses: int = 0
-    """Those that crossed the host link."""
+    """Experts that tokens were routed to and that crossed the host link."""
     expert_bytes: int = 0
     """Bytes that crossed it for them, in none of the other counts."""
 
@@ -286,7 +286,7 @@ class Conduct(TypedDict, total=False):
     limit_s: float | None
     """Seconds after which what has not ended is taken back, once something has come."""
     salt: str | None
-    """Of their prefixes in a cache; requests with another salt share none with them."""
+    """Salt of their prefixes in a cache; requests with another salt share none with them."""
 
 
 def run_requests(

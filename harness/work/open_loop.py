@@ -50,7 +50,7 @@ def late(config: ServeScenario) -> str:
 class OpenLoop:
     """One schedule under way; begins when it is made.
 
-    Of `config` the limits hold. `wait` lets time pass on `clock`, the clock of the tokens' times.
+    The limits of `config` hold. `wait` lets time pass on `clock`, the clock of the tokens' times.
     `on_end` gets each request when it has ended, those that never ran at the end. `give_up` is
     looked at four times a second; what then runs or is to come is cancelled.
     """

@@ -32,7 +32,7 @@ def differences(
 ) -> dict[str, float | None]:
     """Return by how much each prediction exceeds the median or mean that was measured, %.
 
-    Of an emulated GPU the peak is the plan's own sum, so it is held against nothing.
+    The peak of an emulated GPU is the plan's own sum, so it is held against nothing.
     """
     found: dict[str, float | None] = {}
     for quantity, base in PREDICTED.items():

@@ -129,7 +129,7 @@ def pool_metrics(pools: Mapping[str, Sequence[float]]) -> dict[str, float | None
 def floor_note(num_completed: int, num_asked: int, part: str = "latency") -> str | None:
     """Return which percentiles are null because requests did not complete, or None.
 
-    Those that the number of requests that were asked for cannot support are no news.
+    Percentiles that the number of requests asked for cannot support are left out.
     """
     floors = SAMPLE_FLOORS.items()
     lacking = [f"p{q} needs {floor}" for q, floor in floors if num_completed < floor <= num_asked]
