@@ -475,9 +475,9 @@ def _conclude(
     write_text_atomic(folder / TABLE_NAME, _table(trials))
     best = study.best()
     found = [] if best is None else _best_lines(request, runner, folder, best)
-    records = _records(trials, folder)
+    records, view = _records(trials, folder), None
     if study.num_built():  # the tracker shows the search since its first trial
-        warnings, _ = finish_sweep(
+        warnings, view = finish_sweep(
             first.tracking,
             _context(request, first.model.name, folder, 0),
             list(records.values()),
@@ -491,6 +491,9 @@ def _conclude(
     lines = ["", f"search {request.name}: {len(trials)} trials, {failed} failed ({ended})"]
     lines += found or ["  no trial has a value that keeps the constraints"]
     lines.append(f"  all trials     {folder / TABLE_NAME}")
+    page = folder / "sweep.html"
+    lines += [f"  report         {page}"] if page.is_file() else []
+    lines += [] if view is None else [f"  compare        {view}"]
     show(lines)
     return best is not None
 

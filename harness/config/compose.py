@@ -207,7 +207,11 @@ def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0].rstrip(".") if lines else type(error).__name__
     if isinstance(error, ValidationError) and hint is not None:
-        return ConfigError(f"{key}: expected {describe_type(hint)}. {text}.")
+        words = r"Value ('.*') (?:of|is)|Invalid \w+ assigned: (\w+)|Cannot convert '(\w+)'"
+        value = re.match(words, text)
+        got = "null" if "is not Optional" in text else value and value[value.lastindex or 0]
+        end = f", got {got}." if got else f". {text}."
+        return ConfigError(f"{key}: expected {describe_type(hint)}{end}")
     return ConfigError(f"{key}: {text}." if key else f"{text}.")
 
 

@@ -332,9 +332,10 @@ def _check_samples(name: str, scenario: ScenarioConfig) -> None:
 def _check_metric(name: str) -> None:
     metric = metric_of(name)
     if metric is None:
-        known = list(METRICS)
+        ending = " or ".join(each for each in METRICS if each.endswith(f"/{name}"))
+        hint = f" Did you mean {ending}?" if ending else did_you_mean(name, list(METRICS))
         raise ConfigError(
-            f"search: there is no metric {name!r}.{did_you_mean(name, known)} Metrics are "
+            f"search: there is no metric {name!r}.{hint} Metrics are "
             "area/quantity_unit or area/quantity_unit/statistic, as in result.json."
         )
     last = name.removeprefix(metric.name).removeprefix("/")

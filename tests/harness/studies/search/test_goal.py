@@ -37,6 +37,7 @@ def test_what_is_beyond_a_bound_is_above_zero():
         ("latency/ttft_ms/p50<=fast", "METRIC<=NUMBER"),
         ("latency/ttft_ms/p50<=nan", "METRIC<=NUMBER"),
         ("latency/ttft<=5", "no metric 'latency/ttft'"),
+        ("output_tok_s<=5", "Did you mean throughput/output_tok_s or serve/output_tok_s?"),
         ("latency/ttft_ms<=5", "such as latency/ttft_ms/p50"),
         ("latency/ttft_ms/p55<=5", "expected a statistic of latency/ttft_ms"),
     ],

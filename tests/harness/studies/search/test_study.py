@@ -231,7 +231,7 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
 
     def finish(tracking, context, records, *, interrupted, is_ok, trials):
         finished.append((context.sweep_id, len(records), interrupted, is_ok, trials))
-        return [], None
+        return [], "tightfit ui"
 
     monkeypatch.setattr(point, "run_point", run_point)
     monkeypatch.setattr(sweep, "finish_sweep", finish)
@@ -249,6 +249,7 @@ def test_points_are_planned_run_and_the_best_is_a_composition(home, monkeypatch,
     assert "trial 0: offload=none: failed, the plan does not fit: GPU: need" in out.err
     assert "best measured  trial 3" in out.out
     assert "one run each; not compared\n" in out.out
+    assert "  compare        tightfit ui\n" in out.out
     folder = home / "searches" / "mine"
     with (folder / "trials.csv").open() as file:
         rows = list(csv.DictReader(file))
