@@ -61,7 +61,7 @@ HBM_COPIES = 8
 """Copies within device memory between two events: one of 256 MiB is too short to time."""
 
 
-def probe_link(device: str = "auto") -> dict[str, float | None]:
+def probe_link(device: str) -> dict[str, float | None]:
     """Return GB/s (10^9) of copies: host to device, back, both at once, in place, within HBM.
 
     `in_place_many_gb_s` is what a product of 128 rows reads of a float16 weight in host memory,
@@ -83,9 +83,7 @@ def probe_link(device: str = "auto") -> dict[str, float | None]:
     return _probe_cpu(opened) if opened.kind == "cpu" else _probe_cuda(opened)
 
 
-def stream_link(
-    seconds: float, device: str = "auto", *, in_place: bool = False
-) -> tuple[int, float, float]:
+def stream_link(seconds: float, device: str, *, in_place: bool = False) -> tuple[int, float, float]:
     """Copy host to device without a pause, for reading a counter of the link meanwhile.
 
     With in_place a kernel reads host memory instead. It lasts about so many seconds; on a CPU the
@@ -293,7 +291,7 @@ MOVE_RATES: Final = ("store_gb_s", "load_gb_s", "both_gb_s")
 """Names of what is probed."""
 
 
-def probe_moves(block_bytes: int, device: str = "auto") -> dict[str, float | None]:
+def probe_moves(block_bytes: int, device: str) -> dict[str, float | None]:
     """Return GB/s (10^9) of moves of scattered blocks: to the host tier, back, both at once.
 
     Each is the median of 9 batches of 1 GiB a direction (16 MiB in emulation) after two that are
@@ -438,7 +436,7 @@ EMULATED_PRODUCT = (128, 512, 512)
 EMULATED_WEIGHTS = (32, 1024, 1024)
 
 
-def probe_rates(device: str = "auto") -> dict[str, float | None]:
+def probe_rates(device: str) -> dict[str, float | None]:
     """Return the rates of this machine; what cannot be measured here is None.
 
     Beside the rates of `probe_link`: `bf16_tflops` and `float32_tflops` (a product of
