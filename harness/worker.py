@@ -50,7 +50,7 @@ from harness.work.correctness import (
     tokens_of_answered,
     write_reference,
 )
-from harness.work.drive import Engine, Outcome, StepTotals, measure_repeats
+from harness.work.drive import Conduct, Engine, Outcome, StepTotals, measure_repeats
 from harness.work.kv import KVWatch
 from harness.work.load import measure_load
 from harness.work.offline import (
@@ -268,6 +268,7 @@ class Work:
         self._spawned_s = spawned_s - door.clock_zero_s
         self._state = StateWriter(run_dir, job.name)
         self._requests = RequestLog(run_dir)
+        self._conduct = Conduct(clock=door.clock, on_progress=self._state.running)
         self._build_engine: BuildEngine | None = None
         self._llm: Engine | None = None
         self._link = LinkWatch(door, job.engine)
@@ -380,9 +381,7 @@ class Work:
             raise ValueError("job yardstick: expected scenario.quality and a file to write.")
         self._state.enter("yardstick")
         text = quality_text(text_file(config))
-        clock, on_progress = self._door.clock, self._state.running
-        found = make_yardstick(llm, config, text, clock=clock, on_progress=on_progress)
-        write_yardstick(path, found)
+        write_yardstick(path, make_yardstick(llm, config, text, **self._conduct))
 
     def _reference(self) -> None:
         llm = self._build_reference()
@@ -391,19 +390,10 @@ class Work:
             llm, config.num_prompts, config.prompt_tokens, seed=0, stream=STREAM
         )
         self._state.enter("reference")
-        tokens = self._greedy_tokens(llm, prompts)
+        tokens = greedy_tokens(llm, prompts, config.output_tokens, **self._conduct)
         if self._job.reference is None:
             raise ValueError("job reference: expected a file to write, got none.")
         write_reference(self._job.reference, prompts, tokens)
-
-    def _greedy_tokens(self, llm: Engine, prompts: list[list[int]]) -> list[list[int]]:
-        return greedy_tokens(
-            llm,
-            prompts,
-            self._job.scenario.correctness.output_tokens,
-            clock=self._door.clock,
-            on_progress=self._state.running,
-        )
 
     def _load(self) -> None:
         row, llm = measure_load(self._build, spawned_s=self._spawned_s, clock=self._door.clock)
@@ -566,18 +556,13 @@ class Work:
         reference, reference_name = read_reference(self._job.reference), self._job.reference.name
         if reference is None:
             raise RuntimeError(f"{self._job.reference}: the reference cannot be read.")
-        expected = reference["tokens"]
+        prompts, expected = reference["prompts"], reference["tokens"]
+        num_tokens = self._job.scenario.correctness.output_tokens
         if self._door.is_exact:
-            got = self._greedy_tokens(llm, reference["prompts"])
+            got = greedy_tokens(llm, prompts, num_tokens, **self._conduct)
             compare_tokens(expected, got)
         else:
-            answered, failures = tokens_of_answered(
-                llm,
-                reference["prompts"],
-                self._job.scenario.correctness.output_tokens,
-                clock=self._door.clock,
-                on_progress=self._state.running,
-            )
+            answered, failures = tokens_of_answered(llm, prompts, num_tokens, **self._conduct)
             self._result["reasons"] += failures
             if not answered:
                 return

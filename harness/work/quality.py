@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from pydoc_data import topics
 from statistics import fmean
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Unpack
 
 from catalogue.files import expanded, read_json
 from engine.asked.request import TokenEvent
@@ -22,7 +22,7 @@ from engine.errors import RequestError
 from engine.text.tokenizer import encode
 from harness.config.schema import QualityScenario
 from harness.work.correctness import greedy_tokens
-from harness.work.drive import Clock, Engine, OnProgress
+from harness.work.drive import Conduct, Engine, OnProgress
 from harness.work.prompts import PromptError, TextError, read_text
 from reports.record.record import RESULT_NAME, write_text_atomic
 
@@ -117,7 +117,7 @@ def _hash(ids: Sequence[int]) -> str:
 
 
 def make_yardstick(
-    llm: Engine, config: QualityScenario, text: str, *, clock: Clock, on_progress: OnProgress
+    llm: Engine, config: QualityScenario, text: str, **how: Unpack[Conduct]
 ) -> Yardstick:
     """Return the greedy tokens of prompts that are parts of the text, at even distances.
 
@@ -133,7 +133,7 @@ def make_yardstick(
             f"(num_prompts x prompt_tokens), got {len(ids)}. Give a longer one, or lower them."
         )
     prompts = [ids[at * step : at * step + size] for at in range(config.num_prompts)]
-    tokens = greedy_tokens(llm, prompts, config.output_tokens, clock=clock, on_progress=on_progress)
+    tokens = greedy_tokens(llm, prompts, config.output_tokens, **how)
     return Yardstick(prompts=prompts, tokens=tokens, text_hash=_hash(ids))
 
 
