@@ -37,21 +37,21 @@ class PoolStats:
     """Blocks of prefixes behind which a sequence begins that no later token sees, so that they need
     not be there; the first block that is seen was found on the GPU, or there is none."""
     hits_unseen_cpu: int = 0
-    """The same, where that block was found in the host tier."""
+    """Blocks of the same kind, where the block that is seen was found in the host tier."""
     misses: int = 0
     """Asked for and not found."""
     swapped_in_gpu: int = 0
     """Blocks of sequences that go on after a preemption, still on the GPU."""
     swapped_in_loaded: int = 0
-    """The same, brought back."""
+    """Blocks of such sequences that were brought back to the GPU."""
     swapped_in_in_place: int = 0
-    """The same, read in the host tier."""
+    """Blocks of such sequences that are read in the host tier."""
     lost: int = 0
-    """The same, not found, so computed again."""
+    """Blocks of such sequences that were not found, so are computed again."""
     demoted: int = 0
     """Blocks of running sequences that their owners use in the host tier from then on."""
     promoted: int = 0
-    """The same, on the GPU."""
+    """Blocks of running sequences that their owners use on the GPU from then on."""
     swapped_out: int = 0
     """Blocks of preempted sequences, findable when those had lost them."""
     stores: int = 0
@@ -466,7 +466,7 @@ class TieredBlockPool:
         Args:
             found: From `find`, with nothing changed since.
             num_missed: Blocks that could have been found behind them.
-            in_place: Of the host blocks found how many to use where they are, at most: the last
+            in_place: How many of the host blocks found to use where they are, at most: the last
                 that compute can reach. For a sequence that is longer than the GPU has room.
             resumed: The sequence goes on after a preemption; only the counts differ.
             num_unseen: Blocks before them that the sequence begins behind and never sees.

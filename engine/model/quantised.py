@@ -418,7 +418,7 @@ class Quantisation:
     """Which matrices of a model are quantised, and how: the content of `spec.quantization`.
 
     Attributes:
-        method: As config.json names it.
+        method: The method's name in config.json.
         schemes: By the modules that they are of, in order; the first that matches counts.
         ignore: Modules that stay plain.
 

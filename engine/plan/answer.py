@@ -66,7 +66,7 @@ class Way:
     """Settings with which it fits, and the plan that they make."""
 
     settings: tuple[str, ...]
-    """As they are typed, in the place of others of their groups."""
+    """Settings as they are typed, in the place of others of their groups."""
     asked: Asked
     """The question with them."""
     plan: MemoryPlan

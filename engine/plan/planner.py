@@ -165,13 +165,13 @@ def plan_again(
     """Return a plan with the same placements and limits, on a machine or in formats that changed.
 
     Args:
-        plan: As it was.
+        plan: The plan as it was.
         config: What was asked.
         spec: Sizes of the model.
         facts: What the machine has.
-        tensor_formats: As plan_memory's.
-        unpackable: As plan_memory's.
-        reference: As plan_memory's.
+        tensor_formats: Formats as for plan_memory.
+        unpackable: Reasons as for plan_memory.
+        reference: Whether all is copied on demand, as for plan_memory.
 
     Raises:
         CapacityError: It does not fit any more.

@@ -58,7 +58,7 @@ EAGER_LAYER_OVERHEAD_S: Final = 0.95e-3
 """Launches of one layer without graphs, where none were probed: steps of 1024 prompt tokens that
 they bound took 0.82 to 1.16 ms a layer (qwen3_4b, 36 layers, six runs on one host of an H200)."""
 EAGER_LAYER_LAUNCHES: Final = 100
-"""The same over one launch of torch's addition, as a probe times it: 84 to 123 in those runs,
+"""Their time over one launch of torch's addition, as a probe times it: 84 to 123 in those runs,
 where the latter took 7.1 to 10.5 us."""
 LOSSLESS_SHARE: Final = 0.90
 """Products of one token, bytes of codes read over the copy rate of HBM: a layer of OLMo-2-7B in

@@ -23,7 +23,7 @@ class Feed(Enum):
     AHEAD = auto()
     """A stream of its own copies them into slots before their layer runs."""
     ON_COMPUTE = auto()
-    """They are copied into a slot in line with the compute."""
+    """Units are copied into a slot in line with the compute."""
     ROUTED = auto()
     """Experts that a step routes to are copied into a bank in line with it, unless they are there.
     """
@@ -33,7 +33,7 @@ class Residence:
     """Where units live and how they reach the compute: one class a kind, one object of each."""
 
     name: str
-    """As records call it."""
+    """Name in records."""
     words: str
     """How units reach the compute, in words."""
     usual_feed: Feed

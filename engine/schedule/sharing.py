@@ -15,9 +15,9 @@ from engine.schedule.admission import Admission
 from engine.schedule.step import ScheduledSequence, Stand
 
 SPARE_PARTS = 8
-"""Long sequences take GPU blocks that became free once they are such a part of the room."""
+"""Long sequences take GPU blocks that became free once they are one in so many of the room."""
 GIVEN_PARTS = 32
-"""They give such a part of the room more than is asked for, so that it is not asked for often."""
+"""One of so many parts of the room is given beyond what is asked for, so that little is asked."""
 
 
 class Sharing:

@@ -245,7 +245,7 @@ def keep(
     """Write the packed tensors that a copy lacks, and remove files of no use.
 
     Args:
-        copy: As the load found it, and dropped from it what was damaged.
+        copy: The copy as the load found it, without what was damaged.
         formats: Formats of the model.
         packed: All packed tensors of the model, on any device; work on them is done.
         escapes: How many elements of each that was packed are kept whole.

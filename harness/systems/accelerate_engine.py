@@ -363,7 +363,7 @@ class Row:
     request: Request
     output: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] | None = None
-    """As TokenEvent has them; None: not asked for, or not known yet."""
+    """Log-probabilities as in TokenEvent; None: not asked for, or not known yet."""
     is_dropped: bool = False
 
     @property

@@ -262,7 +262,7 @@ class FakeSequence:
     prompt: list[int]
     max_tokens: int
     is_broken: bool = False
-    """It ends with an error after its first token."""
+    """Ends with an error after its first token."""
     num_out: int = 0
 
     @property
