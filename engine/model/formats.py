@@ -227,6 +227,14 @@ class UnpackedFormat(ReadFormat):
 
     is_restored = True
 
+    def kinds(self, tensor: TensorSpec) -> Iterable[tuple[str, TensorSpec]]:  # noqa: ARG002
+        """Yield for each part that products restore the kind of its values, and the part.
+
+        A kind is one of kernels.arguments.Quantised, with "+sub" behind it where groups have
+        subgroups.
+        """
+        return ()
+
     @abstractmethod
     def sources(self, tensor: TensorSpec) -> Iterable[Any]:
         """Yield what is read at a time and what it becomes, engine.model.quantised.Source."""

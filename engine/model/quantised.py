@@ -135,6 +135,11 @@ class Grouped(_OfOneScheme):
         rows, columns = tensor.shape
         return arrays_of(self.scheme, rows, columns)
 
+    def kinds(self, tensor: TensorSpec) -> Iterator[tuple[str, TensorSpec]]:
+        """Yield the tensor."""
+        arrays = self._arrays(tensor)
+        yield arrays.kind + "+sub" * bool(arrays.subgroup), tensor
+
     def views(self, tensor: ParamSpec | TensorSpec) -> tuple[View, ...]:
         """List the tensors of kernels.arguments.Quantised, whose rows are filled up to tiles."""
         arrays, columns = self._arrays(tensor), tensor.shape[1]
@@ -279,6 +284,12 @@ class Mixed(UnpackedFormat):
         return len(self.parts) == len(tensor.parts) and all(
             form.holds(part, dtype) for _, form, part in self._each(tensor)
         )
+
+    def kinds(self, tensor: TensorSpec) -> Iterator[tuple[str, TensorSpec]]:
+        """Yield all parts but plain ones."""
+        for _, form, part in self._each(tensor):
+            if isinstance(form, UnpackedFormat):
+                yield from form.kinds(part)
 
     def views(self, tensor: TensorSpec) -> tuple[View, ...]:
         """List the arrays of all parts, one after the other."""

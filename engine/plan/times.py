@@ -33,10 +33,10 @@ LOSSLESS_MOST_TFLOPS: Final = 593.0
 """bf16 products of that card (H200), as reached. What restoring carries goes with multiprocessors
 and their clock, which from an RTX 3060 to an H200 differ by no more than the root of this rate; a
 card with more tensor cores restores no faster (not measured on any but an H200)."""
-QUANTISED_MOST: Final = 1.9
-"""Plain bytes that restoring quantised weights in registers carries, over the bytes of codes that
-restoring those carries at 16 tokens: 2.4 and 2.0 for AWQ in float16 at 1 and 16 tokens, 1.8 and 1.5
-for int8, 1.7 and 1.7 for Q4_K (H200, products of Llama 2 7B, docs/quantised.md)."""
+QUANTISED_MOST: Final = 2.4
+"""Work of quantised weights (held.RESTORING_WORK) that restoring in registers carries, over the
+bytes of codes that restoring those carries at 16 tokens: 2.7 and 2.2 at 1 and 16 tokens (H200,
+products of Llama 2 7B, docs/quantised.md)."""
 PIECE_LAUNCHES: Final = 0.25
 """Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms where
 a layer takes 0.73 (llama31_8b, H200)."""
@@ -497,7 +497,7 @@ def _restored_in_registers_s(rates: Rates, rows: int, packed: Packed) -> float:
     if rates.is_cpu:  # which restores them whole
         return seconds + packed.quantised_plain / (rates.restore_gb_s * 1e9)
     restored = QUANTISED_MOST * min(most, dict(LOSSLESS_MOST_GB_S)[16] * scale)
-    return seconds + max(packed.quantised / read, packed.quantised_plain / restored)
+    return seconds + max(packed.quantised / read, packed.quantised_work / restored)
 
 
 def _reads(shape: Shape, rates: Rates, rows: int) -> float:
