@@ -147,7 +147,7 @@ def _torch(facts: Facts) -> Line:
         return Line("torch", "bad", found, remedy)
     if not facts.cuda_bindings:
         remedy = (
-            "The package cuda-bindings is absent, which torch's CUDA builds bring: small matrix "
+            "The package cuda-bindings is missing (torch's CUDA builds install it): small matrix "
             "products and weights in codes cannot be compiled. pip install cuda-bindings "
             "nvidia-cuda-nvrtc"
         )

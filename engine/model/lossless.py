@@ -200,5 +200,6 @@ def why_plain(tensor: TensorSpec, spec: ModelSpec, dtype: str = DTYPE) -> str:
     if tensor.name == EMBEDDING and not spec.tie_word_embeddings:
         return "looked up by row"
     if not LOSSLESS.holds(tensor, dtype):
-        return f"{tensor.shape[0]} rows of {tensor.shape[1]} fill no tiles, or gain nothing"
+        rows, columns = tensor.shape
+        return f"{rows} rows of {columns} do not fill a tile, or would not become smaller"
     return ""

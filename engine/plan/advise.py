@@ -432,7 +432,7 @@ def _host_tier(plan: MemoryPlan, asked: Asked) -> str:
         return ""
     [name] = asked.config.kv.sizes
     return (
-        f"kv.{name}: the host tier has {count} blocks, of which {use} have a use: "
+        f"kv.{name}: the host tier has {count} blocks, of which {use} can be used: "
         f"engine.max_num_seqs={plan.max_num_seqs} sequences of {plan.max_model_len} tokens take "
         f"{plan.kv.useful[0]}, and the GPU holds {plan.num_gpu_blocks}. {unused / GIB:.2f} GiB of "
         "host memory stay unused. Make it smaller, or set kv.enable_prefix_caching=true, which "

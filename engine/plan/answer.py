@@ -234,7 +234,7 @@ def _host_explained(plan: MemoryPlan, asked: Asked, planned: Planned) -> Capacit
     if not ways:
         options = ["lower the GPU budget (gpu.memory_gib)"] if plan.facts.emulated else []
         options += ["offload less"] if plan.offloaded_layers else []
-        last = f"No single change makes it fit. {', '.join(['Free memory', *options])}."
+        last = f"No single change makes it fit. {', or '.join(['Free memory', *options])}."
     return _error(_host_shortage(plan, asked), asked, ways, plan, last, ())
 
 
@@ -320,7 +320,7 @@ def _last_resort(asked: Asked, plan: MemoryPlan) -> str:
     roomy = replace(asked, facts=replace(asked.facts, host_available_bytes=2**60))
     if asked.config.planner.choose and would_fit(roomy):
         return (
-            f"Host memory is what is short: {gib(plan.host_limit_bytes)} are available after a "
+            f"Host memory is short: {gib(plan.host_limit_bytes)} are available after a "
             f"reserve of {asked.config.engine.host_reserve_gib:g} GiB. Free host memory, or lower "
             "engine.host_reserve_gib."
         )

@@ -18,6 +18,7 @@ from engine.model.spec import ModelSpec
 from engine.plan.advise import (
     LOSSLESS_WORDS,
     choose_fields,
+    gib,
     lossless_resident,
     spread_that_fits,
     step_s,
@@ -490,10 +491,10 @@ def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
     more = f"{with_ms - without_ms:.3g} ms more than {without_ms:.3g} ms at batch 1"
     cost = (
         f"A decode step takes about as long ({without_ms:.3g} ms at batch 1; predicted; "
-        f"{rates.source}), but moves {moved / GIB:.3g} GiB over the link needlessly."
+        f"{rates.source}), but moves {gib(moved)} over the link needlessly."
         if moved and is_hidden
         else f"Each decode step takes about {more} (predicted; {rates.source}), as "
-        f"{moved / GIB:.3g} GiB are moved over the link needlessly."
+        f"{gib(moved)} are moved over the link needlessly."
         if moved
         else f"Slots hold all of the {len(plan.offloaded_layers)} offloaded layers, so nothing is "
         "streamed, and their copies in host memory are never read again."

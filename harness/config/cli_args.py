@@ -151,7 +151,7 @@ _SETTINGS_HEAD: Final = ("| key | default | type | keyword | meaning |", "|---|-
 _CODES: Final = """\
 exit codes:
   0 every point is ok    2 the configuration is wrong, nothing was loaded
-  3 some point is not    130 interrupted
+  3 at least one is not  130 interrupted
 """
 OPTIONS: Final = {
     "-m, --multirun": "sweep: run every combination of the values given with commas",

@@ -543,7 +543,7 @@ def _check_same_work(a: RunConfig, b: RunConfig) -> None:
             if one != other:
                 raise ConfigError(
                     f"ab: expected the same {node} on both sides, but {key} is {one!r} in a and "
-                    f"{other!r} in b: figures of unlike work say nothing. {HINT}"
+                    f"{other!r} in b: figures of different work cannot be compared. {HINT}"
                 )
 
 

@@ -135,7 +135,7 @@ def _read_before(study: StudyConfig) -> RunRecord | None:
     if not record.samples.get("steps"):
         raise ConfigError(
             f"study.before: expected the folder of a run with scenario.steps, got {study.before}. "
-            "Name that of a point of a study, such as RUN/points/resident."
+            "Give a point of a study, such as RUN/points/resident."
         )
     return record
 

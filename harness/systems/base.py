@@ -48,7 +48,7 @@ def agree(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Ag
     found = Agreement(facts=facts, metrics={"correctness/equal_share": equal / total})
     if not any(leading):
         found.reasons.append(
-            f"correctness: of {len(got)} prompts none begins with the reference's token. The "
+            f"correctness: for none of {len(got)} prompts the first token is the reference's. The "
             "system has other weights or was sent other prompts. Compare its model with ours."
         )
     elif equal < total:

@@ -392,8 +392,8 @@ def short_reasons(part: str, requests: Sequence[RequestTimes], output_tokens: in
     first = short[0]
     return [
         f"{part}: {len(short)} of {len(requests)} requests ended before their length; "
-        f"{first.request_id} after {len(first.token_ids)} of {output_tokens} tokens. Another "
-        "system's figures would be of other work: lower the lengths, or have end tokens ignored."
+        f"{first.request_id} after {len(first.token_ids)} of {output_tokens} tokens. They "
+        "cannot be compared with another system's: lower the lengths, or ignore end tokens."
     ]
 
 

@@ -62,10 +62,10 @@ LISTED: Final[Mapping[str, str]] = {
     "link/two_way_gb_s": "sum of both directions copied at once, GB = 10^9 bytes",
     "link/in_place_gb_s": "rate at which a kernel reads registered host memory in place",
     "link/in_place_many_gb_s": "as link/in_place_gb_s, by a product of 128 rows with its weight",
-    "link/blocks_gb_s": "moves of KV blocks of 2 MiB by a kernel, none beside its neighbour",
-    "link/block_overhead_s": "time of a copy of such a block beside its bytes",
-    "link/rows_gb_s": "host to device copies of rows of 64 KiB that lie apart, 512 at a time",
-    "link/rows_overhead_s": "time of such a copy beside its bytes, from copies of 16 rows in a row",
+    "link/blocks_gb_s": "rate at which a kernel moves scattered KV blocks of 2 MiB",
+    "link/block_overhead_s": "fixed time of moving such a block, beyond that of its bytes",
+    "link/rows_gb_s": "host to device copies of scattered rows of 64 KiB, 512 at a time",
+    "link/rows_overhead_s": "fixed time of such a copy, beyond that of its bytes; 16 rows each",
     "link/hbm_copy_gb_s": "copy within device memory, bytes read + bytes written",
     "link/launch_us": (
         "time that the host takes to launch one small kernel: median of 20 rounds of 500"
@@ -126,7 +126,7 @@ LISTED: Final[Mapping[str, str]] = {
     "kv/h2d_gb_s": "of kv/transfer_gb_s, from host to device",
     "kv/link_share": "kv/h2d_gb_s / mean of link/h2d_gb_s and link/h2d_after_gb_s",
     "kv/gpu_used_share": (
-        "mean over that part of the share of the GPU's blocks with an owner or findable content"
+        "mean share of the GPU's blocks that are owned or hold a reusable prefix, over that part"
     ),
     "kv/gpu_used_peak_share": "highest value of it; read at most four times a second",
     "kv/gpu_owned_share": "mean share of the GPU's blocks that sequences owned",

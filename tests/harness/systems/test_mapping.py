@@ -205,7 +205,7 @@ def test_agreement_counts_up_to_the_first_difference():
 
 
 def test_nothing_in_common_is_a_reason_and_unknown_ids_are_not_compared():
-    assert "none begins with" in agree([[1, 2], [3]], [[5, 2], [4]]).reasons[0]
+    assert "for none of" in agree([[1, 2], [3]], [[5, 2], [4]]).reasons[0]
     unknown = agree([[1, 2]], [[-1, -1]])
     assert unknown.facts["checked"] is False
     assert "does not report token ids" in unknown.notes[0]
