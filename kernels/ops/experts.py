@@ -117,10 +117,22 @@ def experts_products(
     _check_weights(x_TD, w13, w2)
     for bias, weight in zip(biases or (), (w13, w2), strict=False):
         check_tensor("experts_products.biases", bias, weight.shape[:1], x_TD.dtype, device)
-    run = _on_gpu if x_TD.is_cuda else ref.experts_products
-    if slots_Tk.numel():
-        slots = slots_Tk.contiguous()
-        run(x_TD, w13, w2, slots, out_TkD, is_gelu=is_gelu, biases=biases, clamp=clamp)
+    if not slots_Tk.numel():
+        return
+    operands = x_TD, w13, w2, slots_Tk.contiguous(), out_TkD
+    if not x_TD.is_cuda:
+        ref.experts_products(*operands, is_gelu=is_gelu, biases=biases, clamp=clamp)
+        return
+    from kernels.cuda import experts as cuda
+    from kernels.triton.experts import Gate
+
+    ffn = w2.shape[1]
+    if biases is not None or clamp is not None or not cuda.can_run(x_TD, w13, w2, ffn):
+        _products_in_parts(*operands, biases, Gate(is_gelu, clamp))
+        return
+    inner, out = x_TD.new_empty((slots_Tk.numel(), ffn)), out_TkD.view(-1, hidden)
+    cuda.product(x_TD, w13, operands[3], inner, is_gated=True, is_gelu=is_gelu)
+    cuda.product(inner, w2, operands[3], out, is_gated=False)
 
 
 def experts_sum(
@@ -163,46 +175,19 @@ def experts_sum(
     return ref.experts_sum(*args)
 
 
-def _on_gpu(
-    x_TD: torch.Tensor,
-    w13: ref.Weight,
-    w2: ref.Weight,
-    slots_Tk: torch.Tensor,
-    out_TkD: torch.Tensor,
-    *,
-    is_gelu: bool,
-    biases: Biases | None,
-    clamp: tuple[float, float] | None,
-) -> None:
-    """Run both products, of few tokens with weights that are restored in registers if they can."""
-    from kernels.cuda import experts as cuda
-
-    (num_tokens, top_k), ffn = slots_Tk.shape, w2.shape[1]
-    if biases is None and clamp is None and cuda.can_run(x_TD, w13, w2, ffn):
-        hidden = x_TD.new_empty((num_tokens * top_k, ffn))
-        cuda.product(x_TD, w13, slots_Tk, hidden, is_gated=True, is_gelu=is_gelu)
-        cuda.product(hidden, w2, slots_Tk, out_TkD.view(num_tokens * top_k, -1), is_gated=False)
-    else:
-        _products_in_parts(
-            x_TD, w13, w2, slots_Tk, out_TkD, is_gelu=is_gelu, biases=biases, clamp=clamp
-        )
-
-
 def _products_in_parts(
     x_TD: torch.Tensor,
     w13: ref.Weight,
     w2: ref.Weight,
     slots_Tk: torch.Tensor,
     out_TkD: torch.Tensor,
-    *,
-    is_gelu: bool = False,
-    biases: Biases | None = None,
-    clamp: tuple[float, float] | None = None,
+    biases: Biases | None,
+    gate: Any,
 ) -> None:
     """Run both products with kernels of Triton: some experts are restored, and then multiplied.
 
-    Arguments are those of experts_products, of at least one pair. Parts have no influence on the
-    result.
+    There is at least one pair; `gate` is a Gate of kernels.triton.experts. Parts have no influence
+    on the result.
     """
     from kernels.triton import experts as triton
 
@@ -214,7 +199,7 @@ def _products_in_parts(
     pairs = None
     if num_tokens > MAX_SMALL_TOKENS:
         pairs = triton.sort_pairs(slots_Tk, num_slots, x_TD.dtype)
-    _product(x_TD, w13, slots_Tk, pairs, hidden, bias13, triton.Gate(is_gelu, clamp))
+    _product(x_TD, w13, slots_Tk, pairs, hidden, bias13, gate)
     _product(hidden, w2, slots_Tk, pairs, out, bias2)
 
 

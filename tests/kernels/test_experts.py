@@ -23,10 +23,12 @@ def kernel_route(logits, top_k, **given):
     return triton.route(logits, top_k, **({"renormalise": False, "rounds": False} | given))
 
 
-def kernel_products(x, w13, w2, slots, **given):
+def kernel_products(x, w13, w2, slots, *, is_gelu=False, biases=None, clamp=None):
     """Run the kernels of Triton on any device; pairs without a block are zeros."""
+    from kernels.triton.experts import Gate
+
     out = x.new_zeros((*slots.shape, x.shape[1]))
-    ops._products_in_parts(x, w13, w2, slots, out, **given)
+    ops._products_in_parts(x, w13, w2, slots, out, biases, Gate(is_gelu, clamp))
     return out
 
 
