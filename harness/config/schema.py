@@ -673,14 +673,18 @@ class RunConfig(Sealed):
     def _check_lengths(self) -> None:
         limits = self.length_limits()
         for name, tokens in self.scenario.longest_tokens().items():
-            lower = "lengths of prompts or outputs"
+            keys = ["prompt_tokens", "output_tokens"]
             if name == "quality":
-                lower = "window_tokens, prompt_tokens or output_tokens"
+                keys = ["window_tokens", *keys]
+            lower = "the lengths of its prompts or outputs"
+            if all(hasattr(getattr(self.scenario, name), key) for key in keys):
+                *most, last = (f"scenario.{name}.{key}" for key in keys)
+                lower = f"{', '.join(most)} or {last}"
             for source, limit in limits.items():
                 if tokens > limit:
                     raise ConfigError(
                         f"scenario.{name}: expected prompt and output tokens of at most {limit} "
-                        f"in all ({source}), got {tokens}. Lower its {lower}."
+                        f"in all ({source}), got {tokens}. Lower {lower}."
                     )
 
     def to_dict(self) -> dict[str, Any]:

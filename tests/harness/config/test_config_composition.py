@@ -326,3 +326,18 @@ def test_free_mappings_take_new_keys(composer: Composer) -> None:
     (point,) = plan(composer, f"model=glass  model.spec.rope_scaling={value}").points
     assert point.config.model.spec is not None
     assert point.config.model.spec.rope_scaling == {"rope_type": "linear", "factor": 2}
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("latency", "Lower scenario.latency.prompt_tokens or scenario.latency.output_tokens."),
+        ("serve  scenario.serve.prompt.tokens=300", "Lower the lengths of its prompts or outputs."),
+    ],
+)
+def test_lengths_beyond_the_context_name_what_to_lower(
+    part: str, words: str, composer: Composer
+) -> None:
+    with pytest.raises(ConfigError, match=r"at most 128 in all \(the model's context\)") as caught:
+        plan(composer, f"model=glass  scenario={part}")
+    assert str(caught.value).endswith(words)
