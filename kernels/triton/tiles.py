@@ -1,8 +1,9 @@
 """Tile shapes of the kernels, from sizes and element size alone.
 
-A batch has no say in those of attention, so that a sequence's result is the same in every batch;
-those of products depend on the number of tokens. All fit the 99 KiB of shared memory that a block
-has on consumer cards, some with fewer stages there.
+A batch has no say in those of attention, so that a sequence's result is the same in every batch.
+One exception: where keys of a prefill go into parts, tiles and parts follow from the number of all
+queries. Those of products depend on the number of tokens. All fit the 99 KiB of shared memory that
+a block has on consumer cards, some with fewer stages there.
 """
 
 import functools

@@ -106,9 +106,9 @@ def sweep_page(
     others = Counter(row.status for row in rows if row.status not in {"ok", "partial"})
     kind: Kind = "good" if num_valid == total else "warn" if num_ok or num_partial else "bad"
     label = f"{num_ok} of {total} point{'s'[: total != 1]} ok"
+    label += f", {num_ok - num_valid} of them not valid" if num_valid < num_ok else ""
     label += f", {num_partial} partial" if num_partial else ""
     label += "".join(f", {count} {status}" for status, count in others.items())
-    label += f", {num_ok - num_valid} of them not valid" if num_valid < num_ok else ""
     label += f", {total - len(rows)} not begun" if total > len(rows) else ""
     return Page(
         title=title,

@@ -174,6 +174,9 @@ def test_points_that_are_not_valid_are_in_the_verdict(tmp_path):
     rows = rows_of(ok_record(), ok_record(valid=False), tmp_path=tmp_path)
     verdict = sweep_page("s", rows, {}).verdict
     assert (verdict.kind, verdict.answer) == ("warn", "2 of 2 points ok, 1 of them not valid")
+    rows = rows_of(ok_record(), ok_record(valid=False), no_fit_record(), tmp_path=tmp_path)
+    verdict = sweep_page("s", rows, {}).verdict
+    assert verdict.answer == "2 of 3 points ok, 1 of them not valid, 1 no_fit"
 
 
 def test_a_sweep_in_which_nothing_ended_ok_is_a_page(tmp_path):
