@@ -21,8 +21,8 @@ RESTORING_WORK: Final[Mapping[str, float]] = MappingProxyType(
         "float8_e4m3fn": 1.3,
     }
 )
-"""Time of products of 1 and 16 tokens over that of AWQ's values in float16, by kind (H200, products
-of Llama 2 7B, docs/quantised.md); in bfloat16 AWQ's take 1.2, others as long. 5 bits: assumed."""
+"""Time of products of 1 and 16 tokens over that of AWQ's values in float16, by kind: estimated for
+an H200, held against the steps of docs/performance.md. 5 bits: assumed."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ and their clock, which from an RTX 3060 to an H200 differ by no more than the ro
 card with more tensor cores restores no faster (not measured on any but an H200)."""
 QUANTISED_MOST: Final = 2.4
 """Work of quantised weights (held.RESTORING_WORK) that restoring in registers carries, over the
-bytes of codes that restoring those carries at 16 tokens: 2.7 and 2.2 at 1 and 16 tokens (H200,
-products of Llama 2 7B, docs/quantised.md)."""
+bytes of codes that restoring those carries at 16 tokens (H200, steps of Llama 2 7B,
+docs/performance.md)."""
 PIECE_LAUNCHES: Final = 0.25
 """Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms where
 a layer takes 0.73 (llama31_8b, H200)."""

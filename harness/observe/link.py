@@ -31,8 +31,8 @@ class Reading:
 class LinkFactors:
     """Payload bytes per byte that the counter tells, by what moves them; None where not known.
 
-    They differ: packets of copies carry more payload each than those that kernels ask for, and an
-    H200 counts 83 GB/s while kernels read 51.
+    They differ: packets of copies carry more payload than those that kernels ask for
+    (docs/method.md).
     """
 
     copied: float | None = None

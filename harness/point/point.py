@@ -443,7 +443,7 @@ class Attempt:
         found = result if with_samples else {**result, "samples": {}}
         self.findings.add(found)
         self.findings.spans += [Span(job=job.name, **span) for span in result.get("windows", ())]
-        self.findings.link_factor = self.findings.link_factor or result.get("link_factor")
+        self.findings.link_factor = result.get("link_factor") or self.findings.link_factor
         self._end_unless_ok(status, error)
         return result
 

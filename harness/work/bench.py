@@ -304,9 +304,9 @@ def counted(
         after = moved()
         return after[0] - before[0], after[1] - before[1], clock() - begin_s
 
-    factor = None
+    factor = counted_gb_s = None
     if counter is None:
-        (copied, in_place, wall_s), counted_gb_s = decode_on(), None
+        copied, in_place, wall_s = decode_on()
     else:
         (copied, in_place, wall_s), counted_gb_s = counter.measured(decode_on)
         factor = counter.factors.of(copied, in_place)
@@ -315,7 +315,7 @@ def counted(
     return {
         "wall_s": wall_s,
         "engine_gb_s": (copied + in_place) / wall_s / 1e9,
-        "nvml_gb_s": counted_gb_s * factor if counted_gb_s and factor else None,
+        "nvml_gb_s": None if counted_gb_s is None or factor is None else counted_gb_s * factor,
         "factor": factor,
     }
 
