@@ -209,8 +209,8 @@ LANE_GB_S: Final[Mapping[int, float]] = MappingProxyType(
 
 def predicts_another_card(record: RunRecord) -> bool:
     """Return whether predictions are for a card that a CPU stood in for, so not comparable."""
-    predicted = (record.plan or {}).get("predicted") or {}
-    return "which a CPU stands in for" in str((predicted.get("rates") or {}).get("source"))
+    rates = ((record.plan or {}).get("predicted") or {}).get("rates") or {}
+    return record.effective.get("emulated") is True and rates.get("is_cpu") is False
 
 
 def impossible_rate(record: RunRecord) -> str:

@@ -119,7 +119,8 @@ def test_summary_and_page_show_both() -> None:
     plan["predicted"]["rates"]["source"] = "assumed for a CPU"
     lines = summary_lines(record, Path("absent"), view_command=None)
     assert "  latency/tpot_ms: predicted (assumed rates) 12.0, measured 10.0 (+20.0 %)" in lines
-    plan["predicted"]["rates"]["source"] = "sheet of a card, which a CPU stands in for"
+    plan["predicted"]["rates"] = {"source": "sheet of a card", "is_cpu": False}
+    record = replace(record, effective={"emulated": True})
     lines = summary_lines(record, Path("absent"), view_command=None)
     assert "  latency/tpot_ms: predicted (for the card) 12.0, measured 10.0" in lines
     first, second = section.tables[0].rows

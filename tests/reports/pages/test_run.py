@@ -466,8 +466,9 @@ def test_cards_have_context_and_their_definitions_as_tips():
     assert tpot.note == (
         "p90 170.0 ms; the link allows 155.0 ms (99 % reached); predicted 120.0 ms, 23 % too low"
     )
-    rates = {"rates": {"source": "sheet of x, which a CPU stands in for"}}
-    page = run_page(replace(record, plan=record.plan | {"predicted": rates}))
+    plan = record.plan | {"predicted": {"rates": {"source": "sheet of x", "is_cpu": False}}}
+    assert run_page(replace(record, plan=plan)).cards == run_page(record).cards  # on that card
+    page = run_page(replace(record, plan=plan, effective={"emulated": True}))
     other = next(card for card in page.cards if card.label == "TPOT p50")
     assert (other.kind, other.note.split("; ")[-1]) == ("plain", "predicted for the card: 120.0 ms")
     (table,) = next(s for s in page.sections if s.title.startswith("Pred")).tables
