@@ -100,7 +100,7 @@ def swap_or_recompute(
         recompute_s: To compute the same tokens again, seconds.
     """
     moving_s = store_bytes / rates.store_bytes_s + load_bytes / rates.load_bytes_s
-    return "swap" if moving_s * (1 - rates.overlap) <= recompute_s else "recompute"
+    return "swap" if moving_s <= recompute_s else "recompute"
 
 
 def num_expired(num_computed: int, window: int | None, block_size: int) -> int:

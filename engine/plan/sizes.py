@@ -276,8 +276,6 @@ class SwapRates:
     store_bytes_s: float
     """From the GPU to the host tier, bytes per second."""
     load_bytes_s: float
-    overlap: float = 0.0
-    """Share of a transfer that runs beside compute and costs the steps nothing, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,12 +122,6 @@ def test_the_cheaper_way(store, load, recompute_s, expected):
     assert swap_or_recompute(store, load, RATES, recompute_s) == expected
 
 
-def test_what_runs_beside_compute_costs_nothing():
-    rates = SwapRates(store_bytes_s=50.0, load_bytes_s=100.0, overlap=0.5)
-    assert swap_or_recompute(100, 100, rates, 1.5) == "swap"
-    assert swap_or_recompute(100, 100, rates, 1.4) == "recompute"
-
-
 # Windows.
 
 SIZES = st.integers(1, 5)
