@@ -61,13 +61,13 @@ from harness.work.offline import (
     warm_up_part,
 )
 from harness.work.predicted import (
+    bytes_by_way,
     differences,
     expert_metrics,
     kv_link_share,
     link_notes,
     link_reasons,
     memory_metrics,
-    moved_bytes,
     transfer_metrics,
     transfer_reasons,
 )
@@ -676,7 +676,7 @@ class Work:
 
     def _note_transfers(self, timed: dict[str, StepTotals]) -> None:
         metrics, last = self._result["metrics"], list(timed.values())[-1]
-        self._result["link_factor"] = self._link.factors.of(*moved_bytes(last, metrics))
+        self._result["link_factor"] = self._link.factors.of(*bytes_by_way(last, metrics))
         metrics |= transfer_metrics(last, metrics) | kv_link_share(metrics)
         metrics |= expert_metrics(last, self._result["plan"].get("experts"))
         self._result["reasons"] += transfer_reasons(last)

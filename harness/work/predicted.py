@@ -115,7 +115,7 @@ def kv_link_share(metrics: Mapping[str, float | None]) -> dict[str, float | None
     return {"kv/link_share": ratio(metrics["kv/h2d_gb_s"] or 0.0, probed_h2d_gb_s(metrics))}
 
 
-def moved_bytes(totals: StepTotals, metrics: Mapping[str, float | None]) -> tuple[int, int]:
+def bytes_by_way(totals: StepTotals, metrics: Mapping[str, float | None]) -> tuple[int, int]:
     """Return what a part moved from host to device: bytes copied, bytes that kernels read there.
 
     `metrics` has those of its KV cache. Weights and experts are those of decode steps.

@@ -41,7 +41,7 @@ class Kernel:
         is_half: whether elements are float16, else bfloat16.
         starts_early: whether it may start while the kernel before it ends; it holds its places on
             the card until that one is done, which that one then lacks if it is large.
-        least_blocks: that registers leave room for on a multiprocessor.
+        least_blocks: blocks for which a multiprocessor has registers at least.
     """
 
     expression: str

@@ -37,7 +37,7 @@ _SUM_ROWS = 8
 _SUMMED_PARTS = 8
 """Parts whose loads the sum has in flight together."""
 _FILLING_WARPS = 1024
-"""Of a sequence's programs, when they share its keys among as many as fill a card."""
+"""Warps of one sequence's programs up to which its keys are shared among more of them."""
 
 
 @dataclass(frozen=True, slots=True)

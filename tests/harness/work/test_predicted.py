@@ -11,7 +11,7 @@ from engine.plan.times import decode_step_s, prefill_s, shape_of
 from harness.config.schema import LatencyScenario
 from harness.point.show import summary_lines
 from harness.work.drive import StepTotals
-from harness.work.predicted import differences, link_reasons, predicted_times
+from harness.work.predicted import bytes_by_way, differences, link_reasons, predicted_times
 from reports.pages.run import predicted_section
 from reports.record.record import RunRecord
 from tests.engine.specs import GIB, plan_small, small_spec
@@ -86,6 +86,14 @@ def test_a_rate_above_the_link_s_is_a_reason(gigabytes: float, is_believed: bool
 def test_without_a_probe_or_offload_nothing_is_said() -> None:
     assert link_reasons({"latency": totals(10**12, 1.0)}, {"link/h2d_gb_s": None}) == []
     assert link_reasons({"latency": StepTotals()}, METRICS) == []
+
+
+def test_what_crossed_the_link_is_told_by_what_moved_it() -> None:
+    moved = replace(totals(1000, 1.0), decode_expert_bytes=7)
+    assert bytes_by_way(moved, {}) == (500, 507)
+    kv = {"loaded": 1.0, "copied_ahead": 2.0, "staged_prefill": 4.0, "in_place": 8.0}
+    metrics = {f"kv/{name}_gib": size for name, size in kv.items()}
+    assert bytes_by_way(moved, metrics) == (500 + 7 * GIB, 507 + 8 * GIB)
 
 
 def test_summary_and_page_show_both() -> None:
