@@ -104,10 +104,13 @@ class Scheduler:
 
     A step may be planned while the one before it still runs (`plan_ahead`): as if that had been
     committed, tokens counted though not known. Nothing is taken from a sequence for such a plan.
-    Sequences that end meanwhile free their blocks at once, though the plan ahead still writes
-    them: steps run in order on the device, so a block's next owner writes it later, and moves
-    run behind the steps before them. What is planned depends on lengths and blocks, and on time
-    only where content comes from the host tier.
+    What is planned depends on lengths and blocks, and on time only where content comes from the
+    host tier.
+
+    Sequences that end give their blocks back before the next step is planned, not at once: for
+    thousands of tokens that takes long, and others would wait for the tokens of the step meanwhile.
+    The step in flight may still write them: steps run in order on the device, so a block's next
+    owner writes it later, and moves run behind the steps before them.
 
     Blocks that were taken from the pools of `groups` before stay out of use.
 
@@ -137,6 +140,8 @@ class Scheduler:
         self._swapped: set[int] = set()
         """Sequences that wait and were swapped out."""
         self._unfinished: dict[str, list[Sequence]] = {}
+        self._ended: list[tuple[Sequence, bool]] = []
+        """Sequences that ended and still have their blocks, and whether what those hold is bad."""
         self.planned: list[StepPlan] = []
         """Plans in force, oldest first: at most two."""
 
@@ -191,8 +196,7 @@ class Scheduler:
     def abort(self, request_id: str) -> list[Sequence]:
         """End the unfinished sequences of a request with reason abort and return them.
 
-        May be called between `plan_step` and `commit`; blocks are free at once, which is safe as
-        long as steps run in order on the device. An unknown or finished request is no error.
+        May be called between `plan_step` and `commit`. An unknown or finished request is no error.
         """
         aborted = list(self._unfinished.get(request_id, ()))
         for sequence in aborted:
@@ -208,7 +212,7 @@ class Scheduler:
         *,
         length: int | None = None,
     ) -> None:
-        """End a sequence and free its blocks; one that ended already ends otherwise.
+        """End a sequence; one that ended already ends otherwise.
 
         For decisions made outside, such as a stop string in the decoded text. With reason error
         what its blocks held is forgotten. Of a step that samples tokens beyond the one that ends it
@@ -233,14 +237,22 @@ class Scheduler:
                 self._swapped.discard(sequence.seq_id)
             else:
                 self.running.remove(sequence)
-            self.groups.release(sequence, is_bad=reason == "error")
+            self._ended.append((sequence, reason == "error"))
             self._sharing.forget(sequence)
             sequence.status = SequenceStatus.FINISHED
             self.stats.num_finished += 1
+            if not self.has_unfinished:  # nothing waits, and no step may follow
+                self._release_ended()
         if length is not None:
             sequence.cut(length)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
+
+    def _release_ended(self) -> None:
+        """Give back the blocks of sequences that ended since the last plan."""
+        ended, self._ended = self._ended, []
+        for sequence, is_bad in ended:
+            self.groups.release(sequence, is_bad=is_bad)
 
     def plan_step(self) -> StepPlan | None:
         """Decide the next step and take its blocks.
@@ -257,6 +269,7 @@ class Scheduler:
                 f"scheduler: expected step {self.planned[0].step} to be committed or discarded "
                 "before the next is planned."
             )
+        self._release_ended()
         if not self.has_unfinished:
             return None
         self._change_places(self.stats.num_steps)
@@ -289,6 +302,7 @@ class Scheduler:
             raise EngineError(
                 f"scheduler: expected one step in force to plan behind, got {len(self.planned)}."
             )
+        self._release_ended()
         step = self.stats.num_steps + 1
         if self._rounds.is_due(step, self.waiting, self.running):
             return None
@@ -540,6 +554,7 @@ class Scheduler:
 
     def evict_gpu_cache(self) -> None:
         """Take all content that no sequence has off the GPU, as if its blocks were needed."""
+        self._release_ended()
         for pool in self.pools:
             pool.evict_idle()
 

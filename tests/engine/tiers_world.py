@@ -331,8 +331,10 @@ class World:
         for s in waiting:
             assert s.status is SequenceStatus.WAITING
             assert (s.block_tables, s.num_gone, s.num_computed) == ([], [], 0)
+        ended = tuple(s for s in self.sequences if s.is_finished and s.block_tables)
+        assert not ended or running or waiting, "no step may follow that gives blocks back"
         for group, pool in enumerate(self.pools):
-            self.check_group(group, pool, running)
+            self.check_group(group, pool, running + ended)
         kv = self.scheduler.kv_stats()
         for part in (kv, *kv["groups"]):
             gpu, cpu = part["gpu"], part["cpu"]
@@ -345,11 +347,11 @@ class World:
         assert kv["preemptions"] == sum(s.num_preemptions for s in self.sequences)
         assert kv["swaps_in"] <= kv["swaps_out"]
 
-    def check_group(self, group: int, pool: TieredBlockPool, running: tuple[Sequence, ...]) -> None:
+    def check_group(self, group: int, pool: TieredBlockPool, owning: tuple[Sequence, ...]) -> None:
         most = pool.num_gpu_blocks + pool.num_in_place
         owners: Counter[int] = Counter()
         contents: dict[int, set[tuple[int, int]]] = {}
-        for s in running:
+        for s in owning:
             table = s.block_tables[group]
             live = [block for block in table if block != GONE]
             assert len(set(live)) == len(live)

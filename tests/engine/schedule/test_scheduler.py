@@ -240,6 +240,22 @@ def test_finish_from_outside():
         scheduler.finish(make_sequence(5, 1), "stop")
 
 
+def test_blocks_are_given_back_before_the_next_step_is_planned():
+    """Not by the commit, whose tokens others wait for; at once where no step may follow."""
+    scheduler = make_scheduler()
+    short, long = make_sequence(0, 7, max_tokens=1), make_sequence(1, 3, max_tokens=3)
+    scheduler.add(short)
+    scheduler.add(long)
+    step(scheduler)
+    assert short.is_finished
+    assert scheduler.pools[0].num_used == len(short.block_table) + len(long.block_table) == 3
+    assert scheduler.plan_step() is not None
+    assert short.block_tables == []
+    assert scheduler.pools[0].num_used == len(long.block_table) == 1
+    scheduler.abort("r1")
+    assert scheduler.pools[0].num_free == 16
+
+
 def test_abort_ends_all_sequences_of_a_request_wherever_they_are():
     scheduler = make_scheduler(seqs=2)
     sequences = [make_sequence(i, 3, request_id="a", index=i) for i in range(3)]
@@ -251,8 +267,8 @@ def test_abort_ends_all_sequences_of_a_request_wherever_they_are():
     assert {s.finish_reason for s in sequences} == {"abort"}
     assert scheduler.abort("a") == []
     assert scheduler.abort("nobody") == []
-    assert scheduler.pools[0].num_free == 16
     assert shape(step(scheduler)[0]) == ([], [(3, 0, 3, True)])
+    assert scheduler.pools[0].num_used == len(other.block_table) == 1
     assert scheduler.stats.num_aborted == 3
 
 

@@ -162,8 +162,9 @@ def test_aborts_between_plan_and_commit():
     now = scheduler.plan_step()
     ahead = scheduler.plan_ahead()
     scheduler.abort("r0")
-    assert scheduler.pools[0].num_used == len(stays.block_table)
     assert [e.request_id for e in commit(scheduler, now)] == ["r1"]
+    assert scheduler.plan_ahead() is not None
+    assert scheduler.pools[0].num_used == len(stays.block_table)
     assert [e.request_id for e in commit(scheduler, ahead)] == ["r1"]
     assert gone.output_token_ids == []
     assert scheduler.stats.num_aborted == 1

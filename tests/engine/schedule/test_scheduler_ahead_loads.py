@@ -225,10 +225,16 @@ class World:
             assert item.stop <= min(known, s.max_length(self.limits["max_len"]) - 1)
             assert bool(item.token_rows) is (part is not None and part.samples)
 
+    def owning(self):
+        """Sequences that have blocks: running ones, and those that ended since the last plan."""
+        ended = [s for s in self.sequences if s.is_finished and s.block_tables]
+        assert not ended or self.scheduler.has_unfinished
+        return [*self.scheduler.running, *ended]
+
     def check_pool(self):
         running, waiting = tuple(self.scheduler.running), tuple(self.scheduler.waiting)
         assert len(running) <= self.limits["seqs"]
-        tables = [block for s in running for block in s.block_table]
+        tables = [block for s in self.owning() for block in s.block_table]
         assert len(set(tables)) == len(tables) == self.scheduler.pools[0].num_used
         for s in waiting:
             assert (s.block_table, s.num_computed) == ([], 0)

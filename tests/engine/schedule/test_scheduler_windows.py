@@ -60,12 +60,12 @@ class WindowWorld(World):
         return group, block, position % self.size
 
     def check_pool(self):
-        running, waiting = tuple(self.scheduler.running), tuple(self.scheduler.waiting)
+        owning, waiting = self.owning(), tuple(self.scheduler.waiting)
         for group, pool in enumerate(self.pools):
-            tables = [s.block_tables[group] for s in running]
+            tables = [s.block_tables[group] for s in owning]
             live = [block for table in tables for block in table if block != GONE]
             assert len(set(live)) == len(live) == pool.num_used
-            for s, table in zip(running, tables, strict=True):
+            for s, table in zip(owning, tables, strict=True):
                 if pool.window is None:
                     assert GONE not in table
                     continue
@@ -81,7 +81,7 @@ class WindowWorld(World):
                 assert len(table) - gone <= most
         for s in waiting:
             assert (s.block_tables, s.num_gone, s.num_computed) == ([], [], 0)
-        order = [s.seq_id for s in running + waiting]
+        order = [s.seq_id for s in (*self.scheduler.running, *waiting)]
         assert order == sorted(order), "served in order of arrival"
 
 
