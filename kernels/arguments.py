@@ -659,6 +659,9 @@ class ExpertCache:
         missing: int32 [S, 2], of the newest call: experts that are not in their slots yet, and
             those slots.
         num_missing: int32 [1], how many those are.
+        copied: int32 [2], of the newest call: programs that have copied their share of all missing
+            experts' first matrices, and of their second ones, as each of EXPERT_COPIERS does.
+        multiplied: int32 [S], of the newest call: rows of each first matrix that are multiplied.
         counts: int64 [2], experts that were found in slots so far, and others.
     """
 
@@ -670,6 +673,8 @@ class ExpertCache:
     served: torch.Tensor
     missing: torch.Tensor
     num_missing: torch.Tensor
+    copied: torch.Tensor
+    multiplied: torch.Tensor
     counts: torch.Tensor
 
     @property
@@ -716,6 +721,8 @@ def expert_cache(
         "slot_of_expert": num_experts,
         "missing": 2 * num_slots,
         "num_missing": 1,
+        "copied": 2,
+        "multiplied": num_slots,
     }.items():
         found[name] = ints[at : at + size]
         at += size
@@ -732,22 +739,28 @@ class ExpertArrays:
         sources: uint8 [E, n] each, contiguous, of any n; on a GPU also CUDA tensors over pinned
             host memory.
         targets: uint8 [S, n] each, contiguous, with the n of its source.
+        num_first: how many of them, from the first on, are of the first matrix of each expert; less
+            than A.
         width: bytes that are copied at a time: 16 or 4 where all parts are multiples of it, else 1.
         table: int64 [A, 3] on the device: where a source and its target begin, and n / width.
     """
 
     sources: tuple[torch.Tensor, ...]
     targets: tuple[torch.Tensor, ...]
+    num_first: int
     width: int
     table: torch.Tensor
 
     @classmethod
-    def of(cls, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> "ExpertArrays":
+    def of(
+        cls, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], num_first: int
+    ) -> "ExpertArrays":
         """Make the table; it waits for the device.
 
         Args:
             sources: as the attribute, but of any dtype and shape behind the first dimension.
             targets: likewise.
+            num_first: as the attribute.
         """
         read, written = ([_bytes_of(each) for each in every] for every in (sources, targets))
         ends = [
@@ -756,10 +769,15 @@ class ExpertArrays:
         width = next(w for w in (16, 4, 1) if not any(n % w for each in ends for n in each))
         rows = [[source, target, size // width] for size, source, target in ends]
         table = torch.tensor(rows, dtype=torch.int64).to(written[0].device)
-        return cls(tuple(read), tuple(written), width, table)
+        return cls(tuple(read), tuple(written), num_first, width, table)
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the arrays are those of one bank."""
+        if not 0 <= self.num_first < len(self.sources):
+            raise ValueError(
+                f"experts: expected 0 to {len(self.sources) - 1} arrays of first matrices and "
+                f"others behind them, got {self.num_first} of {len(self.sources)}."
+            )
         experts, slots = self.num_experts, self.num_slots
         for source, target in zip(self.sources, self.targets, strict=True):
             got = source.shape, target.shape

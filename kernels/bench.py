@@ -446,7 +446,7 @@ def _experts(device: torch.device) -> Iterator[Case]:
     for kind, sizes in _EXPERT_BYTES.items():
         host = [host_tensor((_EXPERTS, size), torch.uint8) for size in sizes]
         bank = [torch.zeros((_EXPERT_SLOTS, n), dtype=torch.uint8, device=device) for n in sizes]
-        arrays = ExpertArrays.of(host, bank)
+        arrays = ExpertArrays.of(host, bank, len(host) - 1)
 
         def copy(programs: int, arrays: ExpertArrays = arrays) -> None:
             for cache in caches:

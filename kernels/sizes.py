@@ -226,6 +226,10 @@ def num_expert_parts(num_ids: int, num_experts: int, num_slots: int) -> int:
     return -(-min(num_ids, num_experts) // num_slots)
 
 
+EXPERT_COPIERS = 32
+"""Programs that copy missing experts over the link; products with others compute beside them."""
+
+
 def expert_cache_bytes(num_experts: int, num_slots: int) -> int:
     """Return the bytes that kernels.arguments.expert_cache takes for the same arguments.
 
@@ -233,5 +237,5 @@ def expert_cache_bytes(num_experts: int, num_slots: int) -> int:
         num_experts: of a layer.
         num_slots: of its bank.
     """
-    longs, ints = 1 + num_slots + 2 * num_experts, 1 + 3 * num_slots + num_experts
+    longs, ints = 1 + num_slots + 2 * num_experts, 3 + 4 * num_slots + num_experts
     return 8 * (longs + -(-ints // 2))

@@ -322,9 +322,18 @@ class Decoder:
         arch, biases = self.spec.architecture, None
         if arch.has_expert_biases:
             biases = weights[W13_BIAS], weights[W2_BIAS]
+        arriving = None if routed is None else routed.arriving
         for blocks in (ids,) if routed is None else routed.parts(ids):
-            operands = weights[W13], weights[W2], blocks, products
-            experts.experts_products(hidden, *operands, biases=biases, clamp=arch.clamp)
+            experts.experts_products(
+                hidden,
+                weights[W13],
+                weights[W2],
+                blocks,
+                products,
+                biases=biases,
+                clamp=arch.clamp,
+                arriving=arriving,
+            )
         shared = logits = None
         shared_gate = self.layers[index].shared_gate
         if shared_gate is not None:

@@ -19,6 +19,10 @@ ROUTED: Final = "mlp.experts.routed"
 class RoutedExperts(Protocol):
     """Brings experts to where a layer's matrices of experts have them, or counts them there."""
 
+    @property
+    def arriving(self) -> ExpertCache | None:
+        """Whose missing experts may still be copied when products begin."""
+
     def parts(self, ids_Tk: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield for each part of a step the blocks of rows of its experts, int32 [T, k].
 
@@ -31,6 +35,8 @@ class RoutedExperts(Protocol):
 
 class CountedExperts:
     """Experts that are read in place: one part, its blocks are the experts themselves."""
+
+    arriving: ExpertCache | None = None
 
     def __init__(self, cache: ExpertCache) -> None:
         self._cache = cache
@@ -46,6 +52,11 @@ class ExpertBank:
 
     def __init__(self, cache: ExpertCache, arrays: ExpertArrays) -> None:
         self.cache, self.arrays = cache, arrays
+
+    @property
+    def arriving(self) -> ExpertCache:
+        """Its state: experts are copied beside the products with others."""
+        return self.cache
 
     def parts(self, ids_Tk: torch.Tensor) -> Iterator[torch.Tensor]:
         """Give slots to the experts of each part and copy those that are missing."""

@@ -18,6 +18,7 @@ from engine.model.formats import (
     UnpackedFormat,
     View,
 )
+from engine.model.spec import W13, W13_BIAS
 from engine.plan.experts import COUNTER_BYTES, BankLayout, ExpertLayer, bank_tensor
 from engine.plan.memory import MemoryPlan
 from engine.plan.units import CACHED, RESIDENCES, LayerPlan, Residence, Slab, Slots, Unit
@@ -168,7 +169,9 @@ class WeightStore:
         units = self.plan.layers[layer.index].units
         [tensors] = [unit.slab.tensors for unit in units if unit.residence is CACHED]
         layout = BankLayout.of(tensors, formats, cache.num_experts, cache.num_slots)
-        memory, sources, targets = self._device.empty(layout.num_bytes), [], []
+        memory = self._device.empty(layout.num_bytes)
+        copied: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {True: [], False: []}
+        """Sources and targets, by whether the first product reads them."""
         held = {t.name: self._views(t, self._raw[t.name]) for t in tensors}
         placed: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
         for array in layout.arrays:
@@ -178,15 +181,18 @@ class WeightStore:
                 self._whole.append((place, source))
                 continue
             reached = self._device.in_place(self._host_buffer, source)
-            sources.append(reached.view(cache.num_experts, -1))
-            targets.append(place.view(cache.num_slots, -1))
+            pair = reached.view(cache.num_experts, -1), place.view(cache.num_slots, -1)
+            copied[_short(name) in (W13, W13_BIAS)].append(pair)
         operands = {}
         for tensor in tensors:
             held_there = bank_tensor(tensor, cache.num_slots)
             operands[_short(tensor.name)] = formats[tensor.name].operand(
                 held_there, placed[tensor.name], OPERATORS, self._restored
             )
-        return ExpertBank(cache, ExpertArrays.of(sources, targets)), operands
+        # Short ones first: what products wait for is copied at the rate of the link then.
+        first, later = (sorted(each, key=lambda pair: pair[1].nbytes) for each in copied.values())
+        sources, targets = zip(*first, *later, strict=True)
+        return ExpertBank(cache, ExpertArrays.of(sources, targets, len(first))), operands
 
     def loaded(self) -> None:
         """Take over what banks of experts have whole, once host memory is filled.

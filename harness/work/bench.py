@@ -411,7 +411,7 @@ def _restore(spec: ModelSpec) -> Figures:
 
 
 EXPERT_CASES: Final = {
-    "gather": ("experts", "8 experts, bfloat16, 128 programs"),
+    "gather": ("experts", "8 experts, bfloat16, 32 programs"),
     "products": ("experts_products", "experts 30B-A3B plain, 1 tokens"),
 }
 """What is timed of experts: names of the benchmark of operators, and of its cases."""

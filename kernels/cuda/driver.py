@@ -224,7 +224,8 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("group_units", "subgroup_units")),
         *((name, ctypes.c_uint) for name in ("group_inverse", "subgroup_inverse")),
         ("slots", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("top_k", "is_by_pair", "row_blocks")),
+        *((name, ctypes.c_int) for name in ("top_k", "is_by_pair", "row_blocks", "copiers")),
+        *((name, ctypes.c_void_p) for name in ("missing", "num_missing", "copied", "multiplied")),
     )
 
 

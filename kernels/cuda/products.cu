@@ -37,6 +37,9 @@ struct Args {
   u32 group_inverse, subgroup_inverse;  // 2^31 over the steps of a group, rounded up
   const int* slots;     // of experts: [tokens, top_k], the block of rows of each pair, -1: none
   int top_k, is_by_pair, row_blocks;    // blocks of the grid by pair, else by slot; row_blocks of them for each
+  int copiers;          // of experts that the kernel before copies: all of its blocks, and ExpertCache's
+  const int *missing, *num_missing, *copied;  // missing, num_missing, and the count that this product waits for; or null
+  int* multiplied;
 };
 
 // ---- Instructions
@@ -118,6 +121,24 @@ __device__ __forceinline__ void release_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+
+// What kernels that still run have written: the thread then sees all that was written before.
+__device__ __forceinline__ int acquire(const int* p) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// The other side: call it after all of a block's threads have met.
+__device__ __forceinline__ void add_released(int* p, int n) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(n) : "memory");
+}
+
+__device__ __forceinline__ void wait_until(const int* p, int n) {
+  if (threadIdx.x == 0)
+    while (acquire(p) < n) __nanosleep(50);
+  __syncthreads();
 }
 
 __device__ __forceinline__ float to_float(u16 v) {
@@ -585,13 +606,13 @@ constexpr int MOST_TOKENS = 64;
 
 // Return the slot of a block, its pairs, one of each token, and how many there are: none where an earlier block has them.
 __device__ __forceinline__ int slot_of(const Args& a, int number, const int** its_pairs, int& tokens) {
-  const int slot = a.is_by_pair ? a.slots[number] : number, lane = threadIdx.x & 31;
+  const int slot = a.is_by_pair ? __ldcg(a.slots + number) : number, lane = threadIdx.x & 31;
   __shared__ int members[MOST_TOKENS], count;
   *its_pairs = members;
   bool is_used = slot >= 0;
   if (a.is_by_pair && a.tokens > 1) {
     int is_later = 0;
-    for (int p = threadIdx.x; p < number; p += THREADS) is_later |= a.slots[p] == slot;
+    for (int p = threadIdx.x; p < number; p += THREADS) is_later |= __ldcg(a.slots + p) == slot;
     is_used = !__syncthreads_or(is_later) && is_used;
   }
   if (a.is_by_pair && a.tokens == 1) {
@@ -604,7 +625,7 @@ __device__ __forceinline__ int slot_of(const Args& a, int number, const int** it
       int pair = -1;
       if (token < a.tokens)
         for (int i = a.top_k - 1; i >= 0; i--)
-          if (a.slots[token * a.top_k + i] == slot) pair = token * a.top_k + i;
+          if (__ldcg(a.slots + token * a.top_k + i) == slot) pair = token * a.top_k + i;
       const u32 has = __ballot_sync(0xffffffffu, pair >= 0);
       if (pair >= 0) members[found + __popc(has & ((1u << lane) - 1u))] = pair;
       found += __popc(has);
@@ -614,6 +635,21 @@ __device__ __forceinline__ int slot_of(const Args& a, int number, const int** it
   __syncthreads();
   tokens = is_used ? count : 0;
   return slot;
+}
+
+// Wait until the slot of a block has its expert, if the newest claim found it missing. The kernel that copies it let this
+// one start once all of its blocks ran.
+__device__ __forceinline__ void wait_for_copies(const Args& a, int slot) {
+  const int count = acquire(a.num_missing);
+  if (count == 0) return;
+  int is_missing = 0;
+  for (int i = threadIdx.x; i < count; i += THREADS) is_missing |= __ldcg(a.missing + 2 * i + 1) == slot;
+  if (__syncthreads_or(is_missing)) wait_until(a.copied, a.copiers);
+}
+
+// Products that begin beside the kernel before them end after it: who waits for them waits for all that was before.
+__device__ __forceinline__ void end_after_earlier(const Args& a) {
+  if (a.missing && blockIdx.x == 0) wait_for_earlier();
 }
 
 // ---- Any card from compute capability 8.0 on
@@ -639,10 +675,11 @@ __device__ __forceinline__ void narrow(const Args& a) {
   int slot = 0, row_block = blockIdx.x, tokens = a.tokens;
   const int* members = nullptr;
   if constexpr (EXPERTS) {
-    wait_for_earlier();
+    if (!a.missing) wait_for_earlier();  // else all but weights and what is gated was written before the copies began
     row_block = (int)blockIdx.x % a.row_blocks;
     slot = slot_of(a, (int)blockIdx.x / a.row_blocks, &members, tokens);
-    if (tokens == 0) return;
+    if (tokens == 0) return end_after_earlier(a);
+    if (a.missing) wait_for_copies(a, slot);
   }
   const int lane = threadIdx.x & 31, split = (threadIdx.x >> 5) / ROWS, place = (threadIdx.x >> 5) % ROWS, g = lane >> 2, t = lane & 3;
   const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - split + SPLITS - 1) / SPLITS;
@@ -708,6 +745,7 @@ __device__ __forceinline__ void narrow(const Args& a) {
 #pragma unroll
   for (int c = 0; c < CHUNKS - 1; c++) copy_weights(ring + c * CHUNK_BYTES, c * STEPS);
   if (!EXPERTS) wait_for_earlier();
+  if (EXPERTS && !GATED && a.missing) wait_until(a.multiplied + slot, a.inputs);
 #pragma unroll
   for (int c = 0; c < CHUNKS - 1; c++) {
     copy_tokens(x_ring + c * STEPS * x_bytes, c * STEPS);
@@ -780,6 +818,11 @@ __device__ __forceinline__ void narrow(const Args& a) {
       for (int k = 0; k < SPLITS; k++) v[q] += parts[(((from * Q + q) * SPLITS + k) * NT * 8 + token) * 20 + (e & 15)];
     finish<GATED>(a, v[0], v[1], EXPERTS ? members[token] : token, row);
   }
+  if (EXPERTS && GATED && a.missing) {
+    __syncthreads();
+    if (threadIdx.x == 0) add_released(a.multiplied + slot, min(BLOCK_ROWS, a.rows - row_block * BLOCK_ROWS));
+  }
+  if (EXPERTS) end_after_earlier(a);
 }
 
 // ---- Hopper, more than 32 tokens and many rows

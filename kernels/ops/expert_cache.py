@@ -51,6 +51,8 @@ def claim(ids_Tk: torch.Tensor, part: int, cache: ExpertCache) -> torch.Tensor:
 def gather(arrays: ExpertArrays, cache: ExpertCache) -> None:
     """Copy the experts that the newest `claim` found missing into their slots.
 
+    Products that are given the cache as `arriving` may begin before the copies end.
+
     Args:
         arrays: of the experts and of the bank; slots that nothing is missing in stay as they are.
         cache: of E experts and S slots as the arrays.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.arguments import Codes, Quantised
+from kernels.arguments import Codes, ExpertCache, Quantised
 from kernels.ops import codes, quantised
 from kernels.ops.checks import KernelArgumentError, check_dims, check_float, check_tensor
 from kernels.ref import experts as ref
@@ -84,6 +84,7 @@ def experts_products(
     is_gelu: bool = False,
     biases: Biases | None = None,
     clamp: tuple[float, float] | None = None,
+    arriving: ExpertCache | None = None,
 ) -> None:
     """Write what each expert of each token makes of it: act(x @ gate.T) * (x @ up.T) @ down.T.
 
@@ -104,22 +105,27 @@ def experts_products(
             contiguous. None: there are none.
         clamp: limit and alpha: in place of act(gate) * up it is gate * sigmoid(alpha * gate) *
             (up + 1), with gate at most limit and up from -limit to limit. None: it is not.
+        arriving: the cache in whose bank the matrices are, where its gather was the last that was
+            enqueued, and the claim before it made slots_Tk: products with what was there already
+            may run while missing experts are copied. None: nothing is being copied.
     """
     check_float("experts_products.x", x_TD)
     check_dims("experts_products.x", x_TD, "TD")
-    (num_tokens, hidden), device = x_TD.shape, x_TD.device
-    check_tensor("experts_products.x", x_TD, (num_tokens, hidden), x_TD.dtype, device)
+    (num_tokens, hidden_size), device = x_TD.shape, x_TD.device
+    check_tensor("experts_products.x", x_TD, (num_tokens, hidden_size), x_TD.dtype, device)
     check_dims("experts_products.slots", slots_Tk, "Tk")
     slots_shape = num_tokens, slots_Tk.shape[1]
     check_tensor("experts_products.slots", slots_Tk, slots_shape, torch.int32, device)
-    out_shape = (*slots_shape, hidden)
+    out_shape = (*slots_shape, hidden_size)
     check_tensor("experts_products.out", out_TkD, out_shape, x_TD.dtype, device)
     _check_weights(x_TD, w13, w2)
     for bias, weight in zip(biases or (), (w13, w2), strict=False):
         check_tensor("experts_products.biases", bias, weight.shape[:1], x_TD.dtype, device)
     if not slots_Tk.numel():
         return
-    operands = x_TD, w13, w2, slots_Tk.contiguous(), out_TkD
+    if not slots_Tk.is_contiguous():
+        slots_Tk, arriving = slots_Tk.contiguous(), None
+    operands = x_TD, w13, w2, slots_Tk, out_TkD
     if not x_TD.is_cuda:
         ref.experts_products(*operands, is_gelu=is_gelu, biases=biases, clamp=clamp)
         return
@@ -130,9 +136,12 @@ def experts_products(
     if biases is not None or clamp is not None or not cuda.can_run(x_TD, w13, w2, ffn):
         _products_in_parts(*operands, biases, Gate(is_gelu, clamp))
         return
-    inner, out = x_TD.new_empty((slots_Tk.numel(), ffn)), out_TkD.view(-1, hidden)
-    cuda.product(x_TD, w13, operands[3], inner, is_gated=True, is_gelu=is_gelu)
-    cuda.product(inner, w2, operands[3], out, is_gated=False)
+    hidden, out = x_TD.new_empty((slots_Tk.numel(), ffn)), out_TkD.view(-1, hidden_size)
+    tokens = cuda.aligned(x_TD)
+    if tokens is not x_TD:  # the copies are no longer what was enqueued last
+        arriving = None
+    cuda.product(tokens, w13, slots_Tk, hidden, is_gated=True, is_gelu=is_gelu, arriving=arriving)
+    cuda.product(hidden, w2, slots_Tk, out, is_gated=False, arriving=arriving)
 
 
 def experts_sum(

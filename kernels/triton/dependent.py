@@ -3,7 +3,8 @@
 A kernel with OVERLAPS calls `wait` before it touches anything that an earlier kernel wrote or
 reads; what lies before may read weights and do index arithmetic only. Prefill attention reads
 lengths before, too: the kernel that it may overlap has waited for those that wrote them. Every
-kernel that is launched so waits; then waiting for the one before is waiting for all before.
+kernel that is launched so waits, if only before it ends, as products with experts beside copies do;
+then waiting for the one before is waiting for all before.
 `release` lets the next kernel take the room that is free. A kernel that fills the card calls it at
 once, so that the next one is there when its last programs end. A short kernel calls it after its
 own wait: otherwise programs of the next large kernel would take their places while those of the one

@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 
 from kernels.arguments import ExpertArrays, ExpertCache
+from kernels.sizes import EXPERT_COPIERS
+from kernels.triton.dependent import launch_options, release, wait
 
 _NEVER: tl.constexpr = tl.constexpr(2**62)
 """A tick that never comes: slots used then make no room."""
 _FEW_IDS, _MANY_IDS = 64, 1024
 """Ids that are looked at at a time: of a decode, and of more tokens. There are no other sizes, so
 that none is compiled in the middle of a run."""
-NUM_PROGRAMS = 128
-"""That copy. Nothing computes beside them; what a link carries takes fewer."""
 _TILE_BYTES = 16384
 
 
@@ -39,6 +39,8 @@ def _mark(wanted, ids, num_ids, tick, IDS: tl.constexpr):
         "served",
         "missing",
         "num_missing",
+        "copied",
+        "multiplied",
         "counts",
     ],
 )
@@ -53,6 +55,8 @@ def _claim_kernel(
     served,
     missing,
     num_missing,
+    copied,
+    multiplied,
     counts,
     num_ids,
     part,
@@ -61,17 +65,22 @@ def _claim_kernel(
     IDS: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        wait()
+        release()
     tick = tl.load(tick_at) + 1
     begun = tick - part  # what was served from this tick on belongs to an earlier part
-    _mark(wanted, ids, num_ids, tick, IDS)
     e, s = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
     is_expert, is_slot = e < E, s < S
     before = tl.load(served + e, mask=is_expert, other=0)
-    is_wanted = (tl.load(wanted + e, mask=is_expert, other=0) == tick) & (before < begun)
     slot = tl.load(slot_of_expert + e, mask=is_expert, other=-1)
     owner = tl.load(expert_of_slot + s, mask=is_slot, other=-1)
     used = tl.load(last_used + s, mask=is_slot, other=_NEVER)
+    hits, misses = tl.load(counts), tl.load(counts + 1)
+    _mark(wanted, ids, num_ids, tick, IDS)
+    is_wanted = (tl.load(wanted + e, mask=is_expert, other=0) == tick) & (before < begun)
     has_owner = owner >= 0
     is_hit = (tl.load(wanted + owner, mask=has_owner, other=0) == tick) & (
         tl.load(served + owner, mask=has_owner, other=0) < begun
@@ -99,11 +108,11 @@ def _claim_kernel(
     tl.store(slot_of_expert + e, slot, mask=is_expert)
     tl.store(expert_of_slot + s, owner, mask=is_slot)
     tl.store(last_used + s, tl.where(used == _NEVER, tick, used), mask=is_slot)
-    hits, misses = tl.load(counts), tl.load(counts + 1)
-    tl.debug_barrier()
     tl.store(counts, hits + num_hits)
     tl.store(counts + 1, misses + num_misses)
     tl.store(num_missing, num_misses)
+    tl.store(copied + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    tl.store(multiplied + s, tl.zeros([SLOTS], tl.int32), mask=is_slot)
     tl.store(tick_at, tick)
     for start in range(0, num_ids, IDS):
         at = start + tl.arange(0, IDS)
@@ -119,8 +128,19 @@ def _claim_kernel(
     do_not_specialize_on_alignment=["tick_at", "wanted", "counts"],
 )
 def _count_kernel(
-    ids, tick_at, wanted, counts, num_ids, E, IDS: tl.constexpr, EXPERTS: tl.constexpr
+    ids,
+    tick_at,
+    wanted,
+    counts,
+    num_ids,
+    E,
+    IDS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        wait()
+        release()
     tick, misses = tl.load(tick_at) + 1, tl.load(counts + 1)
     _mark(wanted, ids, num_ids, tick, IDS)
     e = tl.arange(0, EXPERTS)
@@ -129,19 +149,39 @@ def _count_kernel(
     tl.store(tick_at, tick)
 
 
+@triton.jit
+def _note(counter):
+    """Count this program, after all that it has written."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release")
+
+
 # Tables and states of layers lie at any multiple of their element; one compiled variant serves all.
 @triton.jit(
-    do_not_specialize=["num_arrays"],
-    do_not_specialize_on_alignment=["table", "missing", "num_missing"],
+    do_not_specialize=["num_first", "num_arrays"],
+    do_not_specialize_on_alignment=["table", "missing", "num_missing", "copied"],
 )
 def _gather_kernel(
-    table, missing, num_missing, num_arrays, WIDTH: tl.constexpr, TILE: tl.constexpr
+    table,
+    missing,
+    num_missing,
+    copied,
+    num_first,
+    num_arrays,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        wait()
+        release()  # products may start now
     WORD: tl.constexpr = tl.uint8 if WIDTH == 1 else tl.int32
     WORDS: tl.constexpr = WIDTH if WIDTH == 1 else WIDTH // 4
     count, programs = tl.load(num_missing), tl.num_programs(0)
     turn = tl.program_id(0)  # the first tile of this program: they go round over all arrays
     for array in range(num_arrays):
+        if (array == num_first) & (count > 0):
+            _note(copied)
         source = tl.load(table + 3 * array).to(tl.pointer_type(WORD))
         target = tl.load(table + 3 * array + 1).to(tl.pointer_type(WORD))
         source, target = tl.multiple_of(source, WIDTH), tl.multiple_of(target, WIDTH)
@@ -153,9 +193,11 @@ def _gather_kernel(
             expert = tl.load(missing + 2 * item).to(tl.int64)
             slot = tl.load(missing + 2 * item + 1).to(tl.int64)
             mask = at < words
-            copied = tl.load(source + expert * words + at, mask=mask)
-            tl.store(target + slot * words + at, copied, mask=mask)
+            found = tl.load(source + expert * words + at, mask=mask)
+            tl.store(target + slot * words + at, found, mask=mask)
         turn = (turn + programs - (count * tiles) % programs) % programs
+    if count > 0:
+        _note(copied + 1)
 
 
 def _blocks(num_ids: int, num_experts: int) -> dict[str, int]:
@@ -180,12 +222,15 @@ def claim(ids_Tk: torch.Tensor, part: int, cache: ExpertCache) -> torch.Tensor:
         cache.served,
         cache.missing,
         cache.num_missing,
+        cache.copied,
+        cache.multiplied,
         cache.counts,
         ids_Tk.numel(),
         part,
         cache.num_experts,
         cache.num_slots,
         SLOTS=triton.next_power_of_2(cache.num_slots),
+        **launch_options(ids_Tk.device),
         **_blocks(ids_Tk.numel(), cache.num_experts),
     )
     return slots
@@ -200,18 +245,22 @@ def count_routed(ids_Tk: torch.Tensor, cache: ExpertCache) -> None:
         cache.counts,
         ids_Tk.numel(),
         cache.num_experts,
+        **launch_options(ids_Tk.device),
         **_blocks(ids_Tk.numel(), cache.num_experts),
     )
 
 
-def gather(arrays: ExpertArrays, cache: ExpertCache, *, num_programs: int = NUM_PROGRAMS) -> None:
+def gather(arrays: ExpertArrays, cache: ExpertCache, *, num_programs: int = EXPERT_COPIERS) -> None:
     """Launch kernels.ops.expert_cache.gather, with other programs where they are measured."""
     _gather_kernel[(num_programs,)](
         arrays.table,
         cache.missing,
         cache.num_missing,
+        cache.copied,
+        arrays.num_first,
         len(arrays.sources),
         WIDTH=arrays.width,
         TILE=_TILE_BYTES if arrays.width == 1 else _TILE_BYTES // 4,
+        **launch_options(arrays.table.device),
         num_warps=8,
     )

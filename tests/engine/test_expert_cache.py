@@ -112,6 +112,9 @@ def test_a_step_counts_experts_once(tiny: TinyModels) -> None:
     spec = cached.spec
     assert (sizes == 3 * spec.hidden_size * spec.moe_intermediate_size * 4).all()
     assert (in_place.engine.store.expert_bytes == sizes).all()
+    for bank in banks(cached):
+        each = [target.shape[1] for target in bank.arrays.targets]
+        assert 3 * sum(each[: bank.arrays.num_first]) == 2 * sum(each)  # gate and up, then down
     assert cached.plan.bytes_per_step() == 0  # experts stand apart
     for llm in (cached, in_place):
         llm.close()

@@ -83,7 +83,7 @@ class World:
             torch.full((self.num_slots, n), POISON, dtype=torch.uint8, device=self.device)
             for n in self.sizes
         ]
-        self.arrays = ExpertArrays.of(self.host, self.bank)
+        self.arrays = ExpertArrays.of(self.host, self.bank, len(self.sizes) - 1)
 
     def run(self, door, ids):
         """Run one step; return the slots of each part and who was missing."""
@@ -325,9 +325,11 @@ def test_doors_refuse():
 
 def test_arrays_of_other_parts_are_refused():
     with pytest.raises(ValueError, match=r"equal parts, got shapes \(4, 8\) and \(2, 16\)"):
-        ExpertArrays.of([torch.zeros((4, 2))], [torch.zeros((2, 4))])
+        ExpertArrays.of([torch.zeros((4, 2))], [torch.zeros((2, 4))], 0)
     with pytest.raises(ValueError, match=r"expected contiguous arrays"):
-        ExpertArrays.of([torch.zeros((4, 2)).mT], [torch.zeros((2, 4))])
+        ExpertArrays.of([torch.zeros((4, 2)).mT], [torch.zeros((2, 4))], 0)
+    with pytest.raises(ValueError, match=r"0 to 0 arrays of first matrices .*, got 1 of 1"):
+        ExpertArrays.of([torch.zeros((4, 2))], [torch.zeros((2, 2))], 1)
 
 
 @pytest.mark.gpu

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kernels import sizes
-from kernels.arguments import Codes, Quantised
+from kernels.arguments import Codes, ExpertArrays, Quantised, expert_cache
 from kernels.ops import codes, experts
+from kernels.ops import expert_cache as ops
 from kernels.ref import experts as ref
 from kernels.ref import quantised as ref_quantised
 from tests.kernels.quantised_cases import CASES, make
@@ -135,6 +136,70 @@ def test_weights_in_host_memory_give_the_same_bits(num_tokens, rng, host_view):
     for weights in (plain, packed, rounded):
         there = [in_host(weight, host_view) for weight in weights]
         assert torch.equal(products(x, *there, slots), products(x, *weights, slots))
+
+
+def banked(weight, num_experts, num_slots):
+    """Return a weight with as many experts as there are slots, and the arrays of both by experts.
+
+    What belongs to no expert is the same.
+    """
+    names = [""] if isinstance(weight, torch.Tensor) else ["bytes", "codes", "first", "offsets"]
+    if isinstance(weight, Quantised):
+        names = [name for name in ("values", "scale", "zero") if getattr(weight, name) is not None]
+    of = {name: getattr(weight, name) if name else weight for name in names}
+    to = {
+        name: array[: len(array) // num_experts * num_slots].clone() for name, array in of.items()
+    }
+    pairs = [(of[name], to[name]) for name in names]
+    if isinstance(weight, torch.Tensor):
+        return to[""], pairs
+    if isinstance(weight, Quantised):
+        to["num_rows"] = weight.num_rows // num_experts * num_slots
+    return replace(weight, **to), pairs
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16])
+@pytest.mark.parametrize("kind", ["plain", "codes", "quantised"])
+def test_products_beside_copies_wait_for_missing_experts(kind, num_tokens, rng, host_view):
+    """In a captured step; a slot has another expert's rows until its own are there."""
+    num_experts, num_slots, top_k, hidden, ffn = 32, 12, 4, 1024, 512
+    shapes = (num_experts * 2 * ffn, hidden), (num_experts * hidden, ffn)
+    if kind == "quantised":
+        weights = [replace(make(CASES[0], *shape, BF16, rng), columns=None) for shape in shapes]
+    else:
+        weights = weights_of(num_experts, hidden, ffn, BF16, rng)
+    if kind == "codes":
+        weights = [codes.pack(weight) for weight in weights]
+    (bank13, first), (bank2, later) = (banked(each, num_experts, num_slots) for each in weights)
+    sources = [host_view(x.cpu()).view(num_experts, -1) for x, _ in first + later]
+    targets = [x.view(num_slots, -1) for _, x in first + later]
+    arrays = ExpertArrays.of(sources, targets, len(first))
+    size = sizes.expert_cache_bytes(num_experts, num_slots)
+    memory = torch.empty(size, dtype=torch.uint8, device=rng.device)
+    counts = torch.zeros(2, dtype=torch.int64, device=rng.device)
+    cache = expert_cache(num_experts, num_slots, memory, counts)
+    x = drawn(num_tokens, hidden, BF16, rng)
+    if num_tokens == 3:  # rows that must be copied first
+        x = drawn(num_tokens, hidden + 4, BF16, rng)[:, 4:]
+    ids = torch.zeros((num_tokens, top_k), dtype=torch.int32, device=x.device)
+    out = torch.empty((num_tokens, top_k, hidden), dtype=BF16, device=x.device)
+
+    def step():
+        for part in range(sizes.num_expert_parts(ids.numel(), num_experts, num_slots)):
+            slots = ops.claim(ids, part, cache)
+            ops.gather(arrays, cache)
+            experts.experts_products(x, bank13, bank2, slots, out, arriving=cache)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(40):
+        ids.copy_(slots_of("uniform", num_tokens, top_k, num_experts, rng))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, products(x, *weights, ids))
+    assert counts.min() > 0
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 64, 128])
