@@ -10,6 +10,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from sys import byteorder
@@ -233,6 +234,40 @@ def read_trace(path: Path) -> RoutingTrace:
     _check_ids(path, ids, sizes)
     digest = sha256(path.read_bytes()).hexdigest()
     return RoutingTrace(model, sizes, ids.astype("int16"), digest)
+
+
+def reuse_share(ids: "np.ndarray") -> float | None:
+    """Return the share of picks that repeat an expert of their layer's last WINDOW_TOKENS rows.
+
+    Args:
+        ids: int [N, L, k]. The first WINDOW_TOKENS rows, which have fewer before them, are not
+            counted; None where there are no more.
+    """
+    import numpy as np  # noqa: PLC0415  planning does without
+
+    later = ids[WINDOW_TOKENS:]
+    if not len(later):
+        return None
+    is_repeat = np.zeros(later.shape, dtype=bool)
+    for back in range(1, WINDOW_TOKENS + 1):
+        before = ids[WINDOW_TOKENS - back : len(ids) - back]
+        is_repeat |= (later[..., :, None] == before[..., None, :]).any(axis=-1)
+    return float(is_repeat.mean())
+
+
+def trace_reuse(file: str) -> float | None:
+    """Return the reuse_share of what a table has of a trace.
+
+    Raises:
+        ConfigError: as of read_trace.
+    """
+    path = Path(file).expanduser()
+    return _trace_reuse(path, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@lru_cache(maxsize=8)  # an answer may take many plans
+def _trace_reuse(path: Path, changed_ns: int) -> float | None:  # noqa: ARG001
+    return reuse_share(read_trace(path).ids[:TABLE_ROWS])
 
 
 def _fault(path: Path, expected: str, got: str) -> ConfigError:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from engine.asked.config import ModelConfig
 from engine.errors import ConfigError
 from engine.model.formats import ParamSpec, TensorFormats, TensorSpec, View, align
-from engine.model.routing import ROUTER, WINDOW_TOKENS, Routing
+from engine.model.routing import ROUTER, WINDOW_TOKENS, Routing, trace_reuse
 from engine.model.schemes import ELEMENT_BYTES
 from engine.model.spec import ModelSpec
 from engine.plan.units import CACHED, RESIDENT, LayerPlan, Residence
@@ -132,6 +132,8 @@ class ExpertPlan:
     expert is as likely as any other."""
     routing: str
     """What that follows from."""
+    is_constant: bool = False
+    """All tokens have the same experts: a synthetic table that only repeats."""
 
     @cached_property
     def by_index(self) -> Mapping[int, ExpertLayer]:
@@ -145,6 +147,8 @@ class ExpertPlan:
 
     def distinct(self, num_tokens: float) -> float:
         """Return how many experts of a layer a step of so many tokens is expected to route to."""
+        if self.is_constant:
+            return self.top_k
         absent = math.pow(1 - self.top_k / self.num_experts, num_tokens)
         return self.num_experts * (1 - absent)
 
@@ -185,9 +189,9 @@ class ExpertPlan:
             num_slots: Of the bank.
             num_sequences: That decode, at least 1.
         """
-        key = num_slots, num_sequences
+        key = num_slots, 1 if self.is_constant else num_sequences
         if key not in self._hit_shares:
-            self._hit_shares[key] = self._hit_share(num_slots, num_sequences)
+            self._hit_shares[key] = self._hit_share(*key)
         return self._hit_shares[key]
 
     @cached_property
@@ -239,7 +243,7 @@ class ExpertPlan:
         Tokens of a prompt route to most experts: those that are there are as likely as others.
         """
         share = num_slots / self.num_experts
-        if num_tokens <= num_sequences:
+        if num_tokens <= num_sequences or self.is_constant:
             share = self.hit_share(num_slots, num_sequences)
         return self.distinct(num_tokens) * (1 - share)
 
@@ -289,7 +293,13 @@ def expected_reuse(model: ModelConfig) -> tuple[float | None, str]:
     if routing is not None and routing.reuse is not None:
         return routing.reuse, str(model.routing)
     if routing is not None and routing.file is not None:
-        return ROUTER_REUSE, f"{model.routing}, reuse {ROUTER_REUSE:g} assumed"
+        reuse = trace_reuse(routing.file)
+        if reuse is None:
+            return (
+                ROUTER_REUSE,
+                f"{model.routing}, which is too short: reuse {ROUTER_REUSE:g} assumed",
+            )
+        return reuse, f"{model.routing}, measured reuse {reuse:.3f}"
     if model.load_format == "dummy":
         return None, "dummy: any expert is as likely as any other"
     return ROUTER_REUSE, f"{ROUTER} of real weights, reuse {ROUTER_REUSE:g} assumed"
@@ -342,6 +352,7 @@ def plan_experts(
         bank_bytes=total,
         reuse=reuse,
         routing=routing,
+        is_constant=model.routing is not None and Routing.parse(model.routing).reuse == 1,
     )
 
 

@@ -443,8 +443,9 @@ def _experts_s(rates: Rates, step: _Step, experts: ExpertReads) -> tuple[float, 
     decodes = step.keys.decodes
     num_tokens = decodes + step.prompt_tokens  # padding is routed nowhere
     num_sequences = decodes + step.prompts * bool(step.prompt_tokens)
-    share = plan.distinct(num_tokens) / plan.num_experts
-    each = max(1.0, num_tokens * plan.top_k / plan.num_experts)
+    distinct = plan.distinct(num_tokens)
+    share = distinct / plan.num_experts
+    each = max(1.0, num_tokens * plan.top_k / max(1.0, distinct))
     place_rate = rates.in_place_gb_s * 1e9
     shares = (found for most, *found in EXPERTS_SHARES if num_tokens <= most)
     plain_share, packed_share = next(shares, (MANY_EXPERTS_SHARE, 1.0))

@@ -25,6 +25,7 @@ from engine.model.routing import (
     expert_sizes,
     is_replaced,
     read_trace,
+    reuse_share,
 )
 from engine.model.spec import ModelSpec
 from engine.plan.sizes import step_tokens
@@ -59,23 +60,6 @@ def synthetic_ids(sizes: ExpertSizes, reuse: float, seed: int, num_rows: int) ->
         np.put_along_axis(last_row, ids, row, axis=1)
         table[row] = ids
     return table
-
-
-def reuse_share(ids: np.ndarray) -> float | None:
-    """Return the share of picks that repeat an expert of their layer's last WINDOW_TOKENS rows.
-
-    Args:
-        ids: int [N, L, k]. The first WINDOW_TOKENS rows, which have fewer before them, are not
-            counted; None where there are no more.
-    """
-    later = ids[WINDOW_TOKENS:]
-    if not len(later):
-        return None
-    is_repeat = np.zeros(later.shape, dtype=bool)
-    for back in range(1, WINDOW_TOKENS + 1):
-        before = ids[WINDOW_TOKENS - back : len(ids) - back]
-        is_repeat |= (later[..., :, None] == before[..., None, :]).any(axis=-1)
-    return float(is_repeat.mean())
 
 
 def read_routing(

@@ -1,10 +1,13 @@
 """Banks of experts: slots by what the budget leaves, expected hits, and what steps take."""
 
+import os
 import random
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig, PlannerConfig
@@ -17,14 +20,15 @@ from engine.asked.offload import (
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import FORMATS, ParamSpec, TensorFormats, TensorSpec
 from engine.model.lossless import LOSSLESS
-from engine.model.routing import WINDOW_TOKENS
+from engine.model.routing import WINDOW_TOKENS, ExpertSizes, RoutingTrace, write_trace
 from engine.model.spec import W2, W13, ModelSpec
-from engine.plan.experts import BankLayout, ExpertPlan, bank_bytes
+from engine.plan.experts import BankLayout, ExpertPlan, bank_bytes, expected_reuse
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
 from engine.plan.rates import Rates
 from engine.plan.times import shape_of, step_s
 from engine.plan.units import CACHED, UVA
+from engine.run.routing import synthetic_ids
 from kernels.sizes import expert_cache_bytes
 from tests.engine.specs import GIB, H200
 from tests.slow import slow
@@ -360,6 +364,38 @@ def test_a_stated_reuse_counts() -> None:
         assert experts_of(plan).routing.startswith(routing)
     assert found["synthetic:0.8"] < found["dummy"]
     assert found["synthetic:0.8"] < found["synthetic:0.2"]
+
+
+def test_the_reuse_of_a_trace_counts(tmp_path: Path) -> None:
+    sizes = ExpertSizes(tuple(range(48)), 128, 8)
+    file = tmp_path / "a b [c].parquet"
+    found = []
+    for num_tokens, reuse in ((60, 0.9), (61, 0.3), (8, 0.3)):
+        write_trace(file, RoutingTrace("a", sizes, synthetic_ids(sizes, reuse, 1, num_tokens)))
+        os.utime(file, ns=(num_tokens, num_tokens))
+        model = replace(asked().model, routing=f"trace:{file}")
+        found.append(expected_reuse(model))
+        assert found[-1][1].startswith(f"trace:{file}, ")
+    assert [reuse for reuse, _ in found] == pytest.approx([0.9, 0.3, 0.5], abs=0.02)
+    assert "too short" in found[2][1]
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"expected a trace, found no file at .*a b \[c\]"):
+        expected_reuse(replace(asked().model, routing=f"trace:{file}"))
+
+
+def test_a_table_that_only_repeats_has_the_same_experts_for_all_sequences() -> None:
+    ids = np.sort(synthetic_ids(ExpertSizes((0,), 128, 8), 1.0, 0, 50))
+    assert (ids == ids[0]).all()
+    config = asked(offload_backend="experts")
+    config = replace(config, model=replace(config.model, routing="synthetic:1"))
+    plan = plan_memory(config, A3B, H200)
+    experts = experts_of(plan)
+    assert experts.distinct(16) == experts.distinct(2048) == 8
+    assert experts.hit_share(8, 16) == experts.hit_share(8) == pytest.approx(1)
+    assert experts.missed(41, 2048) == pytest.approx(0, abs=1e-6)
+    shape, rates = shape_of(plan, A3B), rates_of(plan)
+    one, many = (step_s(shape, rates, decodes=count, context=256) for count in (1, 16))
+    assert many < 1.3 * one
 
 
 def test_experts_first_and_both_orders_in_the_record() -> None:

@@ -10,12 +10,12 @@ from engine.model.routing import (
     WINDOW_TOKENS,
     ExpertSizes,
     first_row,
+    reuse_share,
 )
 from engine.run.routing import (
     RecordedPart,
     RoutingRecorder,
     RoutingTable,
-    reuse_share,
     synthetic_ids,
 )
 
