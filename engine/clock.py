@@ -1,4 +1,4 @@
-"""Time spent by phase on the critical path, and busy times and bytes beside it."""
+"""What loads and steps took and moved: phases on the critical path, times and bytes beside them."""
 
 import threading
 from collections.abc import Iterator
@@ -18,6 +18,49 @@ class LoadReport:
     """Seconds of work in other threads by kind, summed over threads."""
     moved: dict[str, int] = field(default_factory=dict)
     """Bytes that a phase brought into place; phases without bytes are absent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What steps brought over the host link to the GPU, but for experts."""
+
+    h2d_bytes: int = 0
+    """Weight bytes copied to the GPU."""
+    in_place_bytes: int = 0
+    """Weight bytes read in place from host memory."""
+    kv_in_place_bytes: int = 0
+    """Keys and values that decodes read in place from host memory."""
+    kv_copied_bytes: int = 0
+    """Keys and values that were copied to the GPU ahead of decodes."""
+
+    def __sub__(self, before: "StepBytes") -> "StepBytes":
+        """Return what came since `before`."""
+        return StepBytes(**{name: now - getattr(before, name) for name, now in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats(StepBytes):
+    """What one step did; 0 is also what an engine does not tell."""
+
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    used_graph: bool = False
+    duration_s: float = 0.0
+    """Seconds until the host found its tokens there, from its own plan or from the end of the step
+    before, whichever was later: where steps overlap, the time that it adds."""
+    is_overlapped: bool = False
+    """Whether it was planned and launched before the step before it was collected."""
+    launch_s: float = 0.0
+    """Host time from its plan to the last of its work enqueued."""
+    wait_s: float = 0.0
+    """Host time until its tokens came, what the host did meanwhile included; zero where they were
+    there before the step behind it was launched, and on a CPU, which computes as it launches."""
+    expert_hits: int = 0
+    """Experts that its tokens were routed to and that lay on the GPU, each counted once a layer."""
+    expert_misses: int = 0
+    """Experts that its tokens were routed to and that crossed the host link."""
+    expert_bytes: int = 0
+    """What crossed it for them, in none of the other counts."""
 
 
 class PhaseClock:

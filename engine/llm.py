@@ -20,7 +20,7 @@ from engine.asked.request import RequestOutput, TokenEvent
 from engine.asked.sampling import SamplingParams
 from engine.asked.structured import StructuredOutput
 from engine.build import Engine, Progress, build_engine, known_unpackable, read_model
-from engine.clock import LoadReport
+from engine.clock import LoadReport, StepStats
 from engine.device.cuda import open_device
 from engine.errors import ConfigError, EngineError
 from engine.kv.pool import Tier
@@ -30,7 +30,6 @@ from engine.plan.cards import DeviceFacts
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
 from engine.referee import NUM_CANDIDATES, judge
-from engine.run.core import StepStats
 from engine.snapshot import Snapshot, take_snapshot
 from engine.text.chat import Messages, chat_tokens, is_conversation
 from engine.text.sessions import Prompt, Sessions, interrupt_afterwards
@@ -392,8 +391,8 @@ class LLM:
             "steps": core.num_steps,
             "overlapped_steps": core.overlapped_steps,
             "graph_steps": executor.graph_steps,
-            "h2d_bytes": executor.copied_bytes,
-            "in_place_bytes": executor.in_place_bytes,
+            "h2d_bytes": executor.moved.h2d_bytes,
+            "in_place_bytes": executor.moved.in_place_bytes,
             **{
                 name.removeprefix("num_"): value
                 for name, value in asdict(core.scheduler.stats).items()
@@ -432,8 +431,8 @@ class LLM:
         return {
             **found,
             "moved": asdict(engine.tier.moved()),
-            "in_place_bytes": engine.executor.kv_in_place_bytes,
-            "copied_ahead_bytes": engine.executor.kv_copied_bytes,
+            "in_place_bytes": engine.executor.moved.kv_in_place_bytes,
+            "copied_ahead_bytes": engine.executor.moved.kv_copied_bytes,
             "staged_prefill_bytes": engine.executor.staged_prefill_bytes,
         }
 

@@ -88,8 +88,8 @@ def take_snapshot(engine: "Engine") -> Snapshot:
     use = LinkUse.of(tuple(core.recent))
     rates = (engine.plan.predicted or {}).get("rates", {})
     rate_gb_s = rates.get("h2d_gb_s")
-    run = engine.executor
-    kv_bytes = run.kv_in_place_bytes + run.kv_copied_bytes
+    run, moved = engine.executor, engine.executor.moved
+    kv_bytes = moved.kv_in_place_bytes + moved.kv_copied_bytes
     kv_bytes += run.staged_prefill_bytes + core.transfers.loaded_bytes
     meter = run.meter
     expert_hits, expert_misses, expert_bytes = (0, 0, 0) if meter is None else meter.totals.totals
@@ -116,7 +116,7 @@ def take_snapshot(engine: "Engine") -> Snapshot:
         finished=stats.num_finished,
         aborted=stats.num_aborted,
         failed=stats.num_failed,
-        link_weight_bytes=run.copied_bytes + run.in_place_bytes,
+        link_weight_bytes=moved.h2d_bytes + moved.in_place_bytes,
         link_expert_bytes=expert_bytes,
         expert_hits=expert_hits,
         expert_misses=expert_misses,

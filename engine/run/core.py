@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from engine.asked.request import TokenEvent
+from engine.clock import StepStats
 from engine.errors import EngineError
 from engine.kv.sequences import BlockGroups
 from engine.plan.memory import MemoryPlan
@@ -23,39 +24,6 @@ RECENT_STEPS: Final = 32
 LONG_STEP_S: Final = 0.02
 """Length of steps beside which a prompt's keys take little: 0.1 ms for 1,000 tokens (2 cores of a
 Xeon)."""
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What one step did."""
-
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    h2d_bytes: int
-    """Weight bytes copied to the GPU."""
-    in_place_bytes: int
-    """Weight bytes read in place from host memory."""
-    kv_in_place_bytes: int
-    """Keys and values that decodes read in place from host memory."""
-    kv_copied_bytes: int
-    """Keys and values that were copied to the GPU ahead of decodes."""
-    used_graph: bool
-    duration_s: float
-    """Seconds until the host found its tokens there, from its own plan or from the end of the step
-    before, whichever was later: where steps overlap, the time that it adds."""
-    is_overlapped: bool
-    """Whether it was planned and launched before the step before it was collected."""
-    launch_s: float
-    """Host time from its plan to the last of its work enqueued."""
-    wait_s: float
-    """Host time until its tokens came, what the host did meanwhile included; zero where they were
-    there before the step behind it was launched, and on a CPU, which computes as it launches."""
-    expert_hits: int = 0
-    """Experts that its tokens were routed to and that lay on the GPU, each counted once a layer."""
-    expert_misses: int = 0
-    """Experts that its tokens were routed to and that crossed the host link."""
-    expert_bytes: int = 0
-    """What crossed it for them, in none of the other counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,10 +270,7 @@ class EngineCore:
         self.last_step = StepStats(
             num_prefill_tokens=sum(item.num_tokens for item in plan.prefills),
             num_decode_tokens=len(plan.decodes),
-            h2d_bytes=flight.h2d_bytes,
-            in_place_bytes=flight.in_place_bytes,
-            kv_in_place_bytes=flight.kv_in_place_bytes,
-            kv_copied_bytes=flight.kv_copied_bytes,
+            **vars(flight.moved),
             used_graph=flight.used_graph,
             duration_s=end_s - max(step.begin_s, self._end_s),
             is_overlapped=step.is_overlapped,
@@ -318,9 +283,8 @@ class EngineCore:
         self._end_s = end_s
         self.step_s += self.last_step.duration_s
         loaded, before = self.transfers.loaded_bytes, self._loaded_bytes
-        read = flight.h2d_bytes + flight.in_place_bytes
-        read += flight.kv_in_place_bytes + flight.kv_copied_bytes + expert_bytes
-        self.recent.append((read + loaded - before, self.last_step.duration_s))
+        moved = sum(vars(flight.moved).values()) + expert_bytes + loaded - before
+        self.recent.append((moved, self.last_step.duration_s))
         self._loaded_bytes = loaded
         return events
 

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from engine.asked.request import NoToken, SampledToken, Sequence
+from engine.clock import StepBytes
 from engine.device.base import Device, Mark
 from engine.errors import ConfigError
 from engine.plan.memory import MemoryPlan
@@ -75,10 +76,7 @@ class DeviceFlight:
     mark: Mark
     """Behind all its work."""
     sampler: Sampler
-    h2d_bytes: int
-    in_place_bytes: int
-    kv_in_place_bytes: int
-    kv_copied_bytes: int
+    moved: StepBytes
     used_graph: bool
     scored: tuple[ScoredPart, ...] = ()
     recorded: Recorded | None = None
@@ -171,9 +169,7 @@ class DeviceExecutor:
 
         Stream: enqueued on the current stream; waits for nothing.
         """
-        copied, in_place = self.copied_bytes, self.in_place_bytes
-        kv_in_place, kv_copied = self.kv_in_place_bytes, self.kv_copied_bytes
-        graph_steps = self.graph_steps
+        before, graph_steps = self.moved, self.graph_steps
         batch = self.prepare(plan, self.sampler.tokens)
         scored = self._scored(plan)
         if scored:
@@ -195,10 +191,7 @@ class DeviceExecutor:
             pending=pending,
             mark=self.mark(),
             sampler=self.sampler,
-            h2d_bytes=self.copied_bytes - copied,
-            in_place_bytes=self.in_place_bytes - in_place,
-            kv_in_place_bytes=self.kv_in_place_bytes - kv_in_place,
-            kv_copied_bytes=self.kv_copied_bytes - kv_copied,
+            moved=self.moved - before,
             used_graph=self.graph_steps > graph_steps,
             scored=scored,
             recorded=recorded,
@@ -310,9 +303,10 @@ class DeviceExecutor:
         Stream: waits for the device.
         """
         self._run(batch)
-        copied, read = self.copied_bytes, self.in_place_bytes
+        before = self.moved
         replay = self._device.new_graph(partial(self._decoder.forward, batch))
-        copied, read = self.copied_bytes - copied, self.in_place_bytes - read
+        moved = self.moved - before
+        copied, read = moved.h2d_bytes, moved.in_place_bytes
         self._graphs[shape] = replay, copied, read
         # Capturing counted the bytes, but moved none.
         self._replayed_copies -= copied
@@ -350,14 +344,15 @@ class DeviceExecutor:
         return self._batches.tiered is not None
 
     @property
-    def kv_in_place_bytes(self) -> int:
-        """Keys and values that decodes read in the host tier so far."""
-        return self._batches.kv_in_place_bytes
-
-    @property
-    def kv_copied_bytes(self) -> int:
-        """Keys and values copied from the host tier ahead of decodes so far."""
-        return self._batches.kv_copied_bytes
+    def moved(self) -> StepBytes:
+        """What steps brought to the GPU since the load, replayed ones included."""
+        weights, batches = self._decoder.weights, self._batches
+        return StepBytes(
+            h2d_bytes=weights.copied_bytes + self._replayed_copies,
+            in_place_bytes=weights.in_place_bytes + self._replayed_reads,
+            kv_in_place_bytes=batches.kv_in_place_bytes,
+            kv_copied_bytes=batches.kv_copied_bytes,
+        )
 
     @property
     def staged_prefill_bytes(self) -> int:
@@ -369,16 +364,6 @@ class DeviceExecutor:
     def captured(self) -> Iterable[StepShape]:
         """Shapes of steps that run as graphs."""
         return self._graphs.keys()
-
-    @property
-    def copied_bytes(self) -> int:
-        """Weight bytes copied host to device since the load, replayed ones included."""
-        return self._decoder.weights.copied_bytes + self._replayed_copies
-
-    @property
-    def in_place_bytes(self) -> int:
-        """Weight bytes read in place since the load, replayed ones included."""
-        return self._decoder.weights.in_place_bytes + self._replayed_reads
 
     def close(self) -> None:
         """Release graphs before the buffers that they use."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from engine.asked.config import EngineConfig
 from engine.asked.request import FinishReason, Request, TokenEvent, check_request
 from engine.asked.sampling import SamplingParams
-from engine.clock import PhaseClock
+from engine.clock import PhaseClock, StepStats
 from engine.errors import CapacityError, EngineError, RequestError
 from engine.model.formats import FORMATS
 from engine.model.spec import DTYPE_BYTES, ModelSpec
@@ -29,7 +29,6 @@ from harness.systems.base import (
     open_peer_device,
 )
 from harness.systems.door import BuildEngine, Progress
-from harness.work.drive import StepCounts
 
 HOST: Final = "cpu"
 WARM_UP_TOKENS: Final = 32
@@ -495,7 +494,7 @@ class AccelerateEngine:
         self._copies = dict(copies)
         self.spec, self.load_report = spec, load.report()
         self.max_model_len = sizes.max_model_len
-        self.last_step: StepCounts | None = None
+        self.last_step: StepStats | None = None
         self._config, self._device, self._sizes = config, device, sizes
         self._placed: PlacedModel | None = placed
         self.tokenizer = load_tokenizer(config.model.path)
@@ -563,7 +562,7 @@ class AccelerateEngine:
         now_s = time.perf_counter()
         prompt = sum(len(row.request.prompt_token_ids) for row in batch.rows)
         self._num_steps += 1
-        self.last_step = StepCounts(
+        self.last_step = StepStats(
             num_prefill_tokens=prompt if is_prefill else 0,
             num_decode_tokens=0 if is_prefill else open_rows,
             h2d_bytes=self.plan.copied_bytes,

@@ -18,13 +18,13 @@ from typing import Any, Final, NoReturn, TypeVar, TypeVarTuple
 from engine.asked.config import EngineConfig
 from engine.asked.request import NO_TOKEN, FinishReason, TokenEvent
 from engine.asked.sampling import SamplingParams
+from engine.clock import StepStats
 from engine.errors import CapacityError, EngineError, RequestError
 from engine.sealed import GIB
 from harness.config.schema import FakeScript
 from harness.systems.base import nothing
 from harness.systems.door import EngineDoor, Progress
 from harness.work.correctness import STREAM
-from harness.work.drive import StepCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +303,7 @@ class FakeLLM:
         self.plan = plan_of(script, config, reference=reference)
         self.max_model_len = config.engine.max_model_len or self.spec.max_position_embeddings
         self.tokenizer = FakeTokenizer(self.spec.vocab_size)
-        self.last_step: StepCounts | None = None
+        self.last_step: StepStats | None = None
         self._script, self._clock, self._is_reference = script, clock, reference
         self._max_num_seqs = config.engine.max_num_seqs
         self._num_steps = self._num_prefills = self._num_decodes = self._num_requests = 0
@@ -399,7 +399,7 @@ class FakeLLM:
         num_prompt = sum(len(sequence.prompt) for sequence in sequences)
         running = set(self._running)  # without those that were aborted meanwhile
         alive = [sequence for sequence in sequences if sequence in running]
-        self.last_step = StepCounts(
+        self.last_step = StepStats(
             num_prefill_tokens=num_prompt if is_prefill else 0,
             num_decode_tokens=0 if is_prefill else len(sequences),
             h2d_bytes=copied,

@@ -14,7 +14,7 @@ from typing import Any, Final
 from engine.asked.config import EngineConfig
 from engine.asked.request import TokenEvent
 from engine.asked.sampling import SamplingParams
-from engine.clock import PhaseClock
+from engine.clock import PhaseClock, StepStats
 from engine.errors import CapacityError, ConfigError, EngineError, RequestError
 from engine.model.spec import ModelSpec
 from engine.sealed import GIB
@@ -27,7 +27,6 @@ from harness.systems.base import (
     open_peer_device,
 )
 from harness.systems.door import BuildEngine, Progress
-from harness.work.drive import StepCounts
 
 RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's switch between its two model runners: 0 | 1, unset: as vLLM chooses for the model."""
@@ -116,7 +115,7 @@ class VLLMEngine:
         self.spec, self.load_report = spec, load.report()
         self._runner = runner
         self.tokenizer = load_tokenizer(config.model.path)
-        self.last_step: StepCounts | None = None
+        self.last_step: StepStats | None = None
         self._config, self._device, self._engine = config, device, engine
         self._offloader, self._host_bytes = _offloaded(config, runner)
         is_read = config.offload.backend == "uva"
@@ -220,7 +219,7 @@ class VLLMEngine:
             else:
                 num_decode += len(output.outputs[0].token_ids)
             events += self._events(output, now_s)
-        self.last_step = StepCounts(
+        self.last_step = StepStats(
             num_prefill_tokens=num_prompt or (0 if events else 1),
             num_decode_tokens=num_decode,
             h2d_bytes=self.plan.copied_bytes,

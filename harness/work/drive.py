@@ -23,24 +23,6 @@ OnEnd = Callable[[RequestTimes], None]
 """Called with each request when nothing more comes of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCounts:
-    """What an engine says of its last step, at the least."""
-
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    h2d_bytes: int = 0
-    """Bytes copied from host to device."""
-    in_place_bytes: int = 0
-    """Bytes that the device read in host memory."""
-    expert_hits: int = 0
-    """Experts that tokens were routed to and that lay on the device, each once a layer."""
-    expert_misses: int = 0
-    """Experts that tokens were routed to and that crossed the host link."""
-    expert_bytes: int = 0
-    """Bytes that crossed it for them, in none of the other counts."""
-
-
 class Engine(Protocol):
     """The part of `engine.LLM` that scenarios use."""
 
@@ -66,7 +48,7 @@ class Engine(Protocol):
 
     @property
     def last_step(self) -> Any:
-        """What the newest step did, with the fields of StepCounts; None before the first."""
+        """What the newest step did, with the fields of StepStats; None before the first."""
 
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str | None = None

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 
 from engine.asked.request import Request, SampledToken, Sequence, TokenEvent
 from engine.asked.sampling import SamplingParams
+from engine.clock import StepBytes
 from engine.run.core import EngineCore
 from engine.schedule.step import ScheduledSequence, StepPlan
 from tests.engine.specs import plan_small
 
 EOS = 1
+MOVED = StepBytes(h2d_bytes=10, in_place_bytes=20, kv_in_place_bytes=30, kv_copied_bytes=40)
 
 
 @dataclass
@@ -19,10 +21,7 @@ class ScriptedFlight:
     executor: "ScriptedExecutor"
     tokens: dict[int, list[int]]
     num_asked: int = 0
-    h2d_bytes: int = 10
-    in_place_bytes: int = 20
-    kv_in_place_bytes: int = 30
-    kv_copied_bytes: int = 40
+    moved: StepBytes = MOVED
     used_graph: bool = True
 
     def is_done(self) -> bool:

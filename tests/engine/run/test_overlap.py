@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.clock import StepStats
 from engine.device import cpu
 from engine.run import core
-from engine.run.core import StepStats
 from engine.run.executor import DeviceExecutor
 from engine.run.inputs import StepShape, Upload
 from engine.weights.store import WeightStore

@@ -4,7 +4,8 @@ from typing import Any, cast
 
 import pytest
 
-from harness.work.drive import Engine, StepCounts, StepTotals
+from engine.clock import StepStats
+from harness.work.drive import Engine, StepTotals
 from harness.work.predicted import expert_metrics, transfer_metrics, transfer_reasons
 from harness.work.watch import ExpertWatch
 from tests.harness.fakes import FakeClock
@@ -73,7 +74,7 @@ def test_long_parts_keep_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[-1][0] == pytest.approx(6)
 
 
-def totals(*steps: StepCounts) -> StepTotals:
+def totals(*steps: StepStats) -> StepTotals:
     class Plan:
         @staticmethod
         def moved_per_step(num_tokens: int) -> tuple[int, int]:
@@ -85,7 +86,7 @@ def totals(*steps: StepCounts) -> StepTotals:
     return found
 
 
-DECODE = StepCounts(
+DECODE = StepStats(
     num_decode_tokens=2,
     h2d_bytes=100,
     in_place_bytes=20,
@@ -93,7 +94,7 @@ DECODE = StepCounts(
     expert_misses=2,
     expert_bytes=500,
 )
-PREFILL = StepCounts(num_prefill_tokens=9, expert_hits=1, expert_misses=90, expert_bytes=10**6)
+PREFILL = StepStats(num_prefill_tokens=9, expert_hits=1, expert_misses=90, expert_bytes=10**6)
 
 
 def test_metrics_are_of_steps_that_only_decode() -> None:
