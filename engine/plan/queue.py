@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import Final
 
 from engine.plan.rates import Rates
-from engine.plan.sizes import num_held, pad_batch
+from engine.plan.sizes import KVSizes, pad_batch
 from engine.plan.times import Shape, step_s
 
 QUEUE_REQUESTS: Final = 200
@@ -77,50 +77,23 @@ def queue_s(shape: Shape, rates: Rates, requests: int, prompt: int, output: int)
 
 def queue_steps(shape: Shape, requests: int, prompt: int, output: int) -> tuple[Stretch, ...]:
     """Return the steps of a queue of equal requests without common prefixes, in order."""
-    plan = shape.plan
     # What all sequences take at most is as good as more: placements that leave it share steps.
-    need = plan.kv.blocks(prompt + max(1, output) - 1)
-    most = min(requests, plan.max_num_seqs)
-    room = Room(
-        pools=tuple(min(n, most * each) for n, each in zip(plan.kv.pools, need, strict=True)),
-        windows=plan.kv.windows,
-        block_size=plan.block_size,
-        step_tokens=plan.kv.step_tokens,
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-    )
-    return _steps(room, requests, prompt, max(1, output))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """What the steps of a queue depend on."""
-
-    pools: tuple[int, ...]
-    """Blocks of each group."""
-    windows: tuple[int | None, ...]
-    """Most tokens that each group attends to; None: all."""
-    block_size: int
-    step_tokens: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-    def blocks(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the blocks of each group that one sequence of so many tokens takes at once."""
-        step = min(self.step_tokens, num_tokens)
-        return tuple(num_held(num_tokens, w, step, self.block_size) for w in self.windows)
+    kv = shape.plan.kv.with_host(0, 0, in_place=False)
+    need, most = kv.blocks(prompt + max(1, output) - 1), min(requests, kv.max_num_seqs)
+    pools = [min(n, most * each) for n, each in zip(kv.pools, need, strict=True)]
+    return _steps(kv.with_pools(pools), requests, prompt, max(1, output))
 
 
 @lru_cache(maxsize=128)
-def _steps(room: Room, requests: int, prompt: int, output: int) -> tuple[Stretch, ...]:
-    return tuple(_Queue(room, Cohort(count=requests, length=prompt, left=output)).steps())
+def _steps(kv: KVSizes, requests: int, prompt: int, output: int) -> tuple[Stretch, ...]:
+    return tuple(_Queue(kv, Cohort(count=requests, length=prompt, left=output)).steps())
 
 
 class _Queue:
     """The scheduler's queues, told of cohorts instead of sequences."""
 
-    def __init__(self, room: Room, offered: Cohort) -> None:
-        self._room, self._pools = room, room.pools
+    def __init__(self, kv: KVSizes, offered: Cohort) -> None:
+        self._kv, self._pools = kv, kv.pools
         self._longest = offered.length + offered.left - 1
         self._waiting = deque([offered])
         self._running: list[Cohort] = []
@@ -139,7 +112,7 @@ class _Queue:
         while self._waiting or self._running:
             self._give_way()
             decodes = self._num_running - (self._part is not None)
-            room = max(1, self._room.max_num_batched_tokens - decodes)
+            room = max(1, self._kv.step_tokens - decodes)
             begun = self._begin(room - self._lacking)
             yield self._prompts(begun, decodes, room) if begun or self._part else self._decode()
             self._running = [cohort for cohort in self._running if cohort.left > 0]
@@ -152,7 +125,7 @@ class _Queue:
         """Blocks of each group that one sequence takes."""
         tokens = min(tokens, self._longest)
         if tokens not in self._needs:
-            self._needs[tokens] = self._room.blocks(tokens)
+            self._needs[tokens] = self._kv.blocks(tokens)
         return self._needs[tokens]
 
     def _soon(self, length: int, more_tokens: int) -> tuple[int, ...]:
@@ -212,11 +185,11 @@ class _Queue:
     def _num_admitted(self, front: Cohort) -> int:
         """How many of a cohort that waits may begin."""
         running, more = self._num_running, 0
-        most = min(front.count, self._room.max_num_seqs - running)
+        most = min(front.count, self._kv.max_num_seqs - running)
         if self._has_room(running + most):
             return most
         if front.num_preemptions and running:
-            share = max(self._room.block_size, front.length // FIRST_SHARE)
+            share = max(self._kv.block_size, front.length // FIRST_SHARE)
             more = share << min(front.num_preemptions - 1, MOST_DOUBLINGS)
         left = self._left((cohort, self._soon(cohort.length, more)) for cohort in self._running)
         first, then = self._need(front.length + more), self._soon(front.length, more)

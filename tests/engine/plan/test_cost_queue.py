@@ -1,5 +1,7 @@
 """Predicted steps of a queue against those that the scheduler makes."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.plan.queue import queue_s, queue_steps
@@ -45,7 +47,8 @@ def test_steps_are_those_of_the_scheduler(num: int, prompt: int, output: int, bl
     limits = {"seqs": 64, "tokens": 512, "max_len": prompt + output, "block_size": 16}
     steps, tokens = scheduled(num, prompt, output, num_blocks=blocks, **limits)
     shape = shape_of(plan_olmo(memory_gib=24, **LIMITS), OLMO_7B)
-    shape = planned(shape, kv=shape.plan.kv.with_pools((blocks,)), max_num_batched_tokens=512)
+    kv = replace(shape.plan.kv, step_tokens=512)
+    shape = planned(shape, kv=kv.with_pools((blocks,)), max_num_batched_tokens=512)
     found = list(queue_steps(shape, num, prompt, output))
     assert sum(stretch.steps for stretch in found) == pytest.approx(steps, rel=0.1, abs=1)
     prompts = sum(stretch.steps * stretch.prefill for stretch in found)
