@@ -7,7 +7,6 @@ tied are looked at.
 import json
 import math
 import re
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +37,8 @@ FILE_DTYPES = {
 }
 COMPARED_BYTES = 1 << 22
 """Bytes read at a time of two tables that may be equal."""
+LENGTH_BYTES: Final = 8
+"""Bytes that hold the length of a safetensors file's header."""
 CHECKED_BYTES = 1 << 22
 """Bytes that have one checksum where a tensor's are known."""
 
@@ -219,20 +220,30 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise _damaged(index, f"expected a weight_map of file names, got {error!r}") from error
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def parse_header(file: Path) -> tuple[dict[str, Any], int, int]:
+    """Return the header of a safetensors file, where its data begins, and the bytes of the file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no safetensors file.
+    """
     size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        if length > size:
+            raise ValueError("header longer than the file")
+        return json.loads(stream.read(length)), LENGTH_BYTES + length, size
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > size:
-                raise ValueError("header longer than the file")
-            header = json.loads(stream.read(length))
+        header, start, size = parse_header(file)
         found = {
-            name: _stored(file, size, 8 + length, name, entry)
+            name: _stored(file, size, start, name, entry)
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(file, f"not a safetensors file ({error!r})") from error
     _check_apart(file, found)
     return found

@@ -8,12 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from engine.model.checkpoint import checkpoint_files
+from engine.model.checkpoint import LENGTH_BYTES, checkpoint_files
 
 VERSION: Final = 1
 """Version of what codes can hold: a note of another one counts as none."""
-HEADER_BYTES: Final = 8
-"""Bytes that hold the length of a safetensors file's header."""
 SAMPLE_BYTES: Final = 1 << 16
 """Read at the end of each file: checkpoints of equal shapes have equal headers and sizes."""
 
@@ -29,7 +27,7 @@ def checkpoint_identity(folder: Path) -> str:
     for file in checkpoint_files(folder):
         size = file.stat().st_size
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(HEADER_BYTES), "little")
+            length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
             header = stream.read(min(length, size))
             stream.seek(max(0, size - SAMPLE_BYTES))
             for part in (file.name.encode(), str(size).encode(), header, stream.read()):

@@ -29,7 +29,12 @@ import torch
 
 from engine.device.base import chunks, worker_pool
 from engine.errors import EngineError
-from engine.model.checkpoint import CHECKED_BYTES, StoredTensor, checkpoint_files
+from engine.model.checkpoint import (
+    CHECKED_BYTES,
+    StoredTensor,
+    checkpoint_files,
+    parse_header,
+)
 from engine.model.facts import checkpoint_identity
 from engine.model.formats import Format, ParamSpec, TensorFormats, TensorSpec, align
 from engine.sealed import GIB
@@ -160,11 +165,8 @@ class _UselessError(Exception):
 
 def _read_file(file: Path, identity: str) -> dict[str, KeptTensor]:
     """Return what one file has; its data is not read."""
-    size = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(length, size)))
+        header, start, size = parse_header(file)
         facts = header.pop("__metadata__")
         version, source, described = facts["version"], facts["source"], facts["tensors"]
         if version != VERSION:
@@ -172,10 +174,10 @@ def _read_file(file: Path, identity: str) -> dict[str, KeptTensor]:
         if source != identity:
             raise _UselessError("is of another state of the checkpoint")
         found = {
-            name: _kept(file, header, 8 + length, name, entry)
+            name: _kept(file, header, start, name, entry)
             for name, entry in json.loads(described).items()
         }
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _UselessError(f"is damaged ({error!r})") from error
     for tensor in found.values():
         if any(view.start + view.num_bytes > size for view in tensor.views.values()):
