@@ -26,6 +26,7 @@ SUPPORTED: Final = (
     "and GGUF files (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32)"
 )
 """What is said of every checkpoint that is refused."""
+COMPRESSED: Final = "compressed-tensors"
 
 
 def _refused(text: str) -> CheckpointError:
@@ -53,9 +54,12 @@ def read_quantization(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         raise _refused(f"expected an object, got {type(found).__name__}")
     method = found.get("quant_method", "unknown")
     is_gpt_oss = config.get("model_type") == "gpt_oss"
-    if method not in _READERS or (method == MXFP4) != is_gpt_oss:
+    if method not in (*_READERS, COMPRESSED) or (method == MXFP4) != is_gpt_oss:
         raise _refused(f"got quant_method={method!r} with model_type={config.get('model_type')!r}")
-    read = _READERS[method](found, dtype if dtype in FORMATS else "float16")
+    if method == COMPRESSED:  # whose scales are of the model's dtype
+        read = _read_compressed(found, dtype if dtype in FORMATS else "float16")
+    else:
+        read = _READERS[method](found)
     if method in {"awq", "gptq"} and {"num_experts", "num_local_experts"} & config.keys():
         # Their quantisers leave routers as they are, and do not say so.
         read = replace(read, ignore=(*read.ignore, *ROUTERS))
@@ -66,7 +70,7 @@ def quantization_notes(config: Mapping[str, Any]) -> list[str]:
     """Return what is to be said of a config.json whose quantisation is read in part."""
     found = config.get("quantization_config") or config.get("compression_config") or {}
     inputs = found.get("quant_method") == "fp8"
-    if found.get("quant_method") == "compressed-tensors":
+    if found.get("quant_method") == COMPRESSED:
         inputs = any(group.get("input_activations") for group in found["config_groups"].values())
     kinds = {"activations": inputs, "keys and values": bool(found.get("kv_cache_scheme"))}
     named = ", ".join(name for name, is_there in kinds.items() if is_there)
@@ -112,9 +116,8 @@ def _plain(found: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     return "lm_head", *kept
 
 
-def _read_awq(found: Mapping[str, Any], dtype: str) -> Quantisation:
+def _read_awq(found: Mapping[str, Any]) -> Quantisation:
     """Read what AutoAWQ writes; a scale is float16 there whatever the model's dtype is."""
-    del dtype
     version = str(found.get("version", "gemm")).lower()
     bits, group = _whole(found, "bits", "w_bit"), _whole(found, "group_size", "q_group_size")
     if version != "gemm":
@@ -127,9 +130,8 @@ def _read_awq(found: Mapping[str, Any], dtype: str) -> Quantisation:
     return Quantisation("awq", (((LINEAR,), scheme),), _plain(found, "modules_to_not_convert"))
 
 
-def _read_gptq(found: Mapping[str, Any], dtype: str) -> Quantisation:
+def _read_gptq(found: Mapping[str, Any]) -> Quantisation:
     """Read what AutoGPTQ and GPTQModel write."""
-    del dtype
     bits, group = _whole(found, "bits"), _whole(found, "group_size")
     version = str(found.get("checkpoint_format") or "gptq").lower()
     if bits not in {4, 8}:
@@ -175,7 +177,7 @@ def _read_compressed(found: Mapping[str, Any], dtype: str) -> Quantisation:
         schemes.append((targets, _scheme_of(group.get("weights") or {}, kind, dtype)))
     # A name, or an expression, counts before what all matrices match.
     schemes.sort(key=lambda each: LINEAR in each[0])
-    return Quantisation("compressed-tensors", tuple(schemes), _names(found, "ignore"))
+    return Quantisation(COMPRESSED, tuple(schemes), _names(found, "ignore"))
 
 
 def _scheme_of(weights: Mapping[str, Any], kind: Any, dtype: str) -> Scheme:
@@ -219,9 +221,8 @@ def _block(found: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _read_fp8(found: Mapping[str, Any], dtype: str) -> Quantisation:
+def _read_fp8(found: Mapping[str, Any]) -> Quantisation:
     """Read what DeepSeek's and Qwen's checkpoints have; of activations nothing is quantised."""
-    del dtype
     if (fmt := found.get("fmt", "e4m3")) != "e4m3":
         raise _refused(f"got fp8 with fmt={fmt!r}, expected e4m3")
     if kind := {found.get("scale_fmt", "float")} - {"float", None}:
@@ -233,9 +234,8 @@ def _read_fp8(found: Mapping[str, Any], dtype: str) -> Quantisation:
     return Quantisation("fp8", (((LINEAR,), scheme),), ignore)
 
 
-def _read_bitsandbytes(found: Mapping[str, Any], dtype: str) -> Quantisation:
+def _read_bitsandbytes(found: Mapping[str, Any]) -> Quantisation:
     """Read what transformers writes of bitsandbytes; blocks have 64 elements there."""
-    del dtype
     if not found.get("load_in_4bit", found.get("_load_in_4bit")):
         raise _refused("got bitsandbytes without load_in_4bit, expected 4 bits")
     if (kind := found.get("bnb_4bit_quant_type", "fp4")) != "nf4":
@@ -248,17 +248,15 @@ def _read_bitsandbytes(found: Mapping[str, Any], dtype: str) -> Quantisation:
     return Quantisation("bitsandbytes", (((LINEAR,), scheme),), ignore)
 
 
-def _read_mxfp4(found: Mapping[str, Any], dtype: str) -> Quantisation:
+def _read_mxfp4(found: Mapping[str, Any]) -> Quantisation:
     """Read what gpt-oss has: experts alone, with exponents as scales."""
-    del dtype
     _names(found, "modules_to_not_convert")
     scheme = Scheme(MXFP4, 4, 32, "uint8", symmetric=True)
     return Quantisation(MXFP4, (((r"re:.*\.experts\.",), scheme),))
 
 
-def _read_gguf(found: Mapping[str, Any], dtype: str) -> Quantisation:
+def _read_gguf(found: Mapping[str, Any]) -> Quantisation:
     """Read what engine/model/gguf.py says of a file."""
-    del dtype
     modules: Mapping[str, list[str]] = found["modules"]
     heads = (found["heads"][0], found["heads"][1])
     rewritten = ("q_proj", "k_proj", "v_proj") if any(heads) else ()
@@ -294,7 +292,6 @@ _READERS: Final = MappingProxyType(
         MXFP4: _read_mxfp4,
         "awq": _read_awq,
         "gptq": _read_gptq,
-        "compressed-tensors": _read_compressed,
         "fp8": _read_fp8,
     }
 )
