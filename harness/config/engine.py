@@ -149,7 +149,7 @@ def _check_no_load(config: RunConfig, why: str) -> None:
         )
 
 
-def with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
+def _with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
     """Return the configuration of an engine of this model under a run's settings."""
     nodes = ("gpu", "offload", "kv", "engine", "planner")
     parts: dict[str, Any] = {node: getattr(config, node) for node in nodes}
@@ -185,15 +185,33 @@ def kv_tokens_in_use(config: RunConfig) -> int | None:
     return max(*used, config.planner.kv_tokens or 0)
 
 
-def engine_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
-    """Return the configuration of the engine under test; without a folder of random weights."""
+def engine_config(
+    config: RunConfig, model_path: Path | None, spec: ModelSpec | None = None
+) -> EngineConfig:
+    """Return the configuration of the engine under test; without a folder of random weights.
+
+    `spec` are the model's sizes where the configuration does not state them.
+    """
     model = ModelConfig(
         name=config.model.name,
         path=None if model_path is None else str(model_path),
-        spec=config.model.spec,
+        spec=spec or config.model.spec,
         **config.model.loading(),
     )
-    return with_model(config, model)
+    return _with_model(config, model)
+
+
+def sizes_config(config: RunConfig, spec: ModelSpec | None) -> EngineConfig:
+    """Return the configuration of an engine of a model's sizes, of which no weights are read."""
+    node = config.model
+    model = ModelConfig(
+        name=node.name,
+        load_format="dummy",
+        quantize=node.quantize,
+        routing=node.routing,
+        spec=spec,
+    )
+    return _with_model(config, model)
 
 
 def reference_config(config: RunConfig, model_path: Path | None) -> EngineConfig:
@@ -269,8 +287,7 @@ def check_settings(config: RunConfig) -> None:
     if spec is None:
         return
     check_experts(spec, config.model.routing, is_recorded=config.scenario.record_routing)
-    sizes = ModelConfig(name=config.model.name, load_format="dummy", spec=spec)
-    asked = with_model(config, sizes)
+    asked = sizes_config(config, spec)
     weight_formats(config.model.quantize, spec, spec.dtype)  # refuses what is quantised already
     check_yardstick(config, spec)
     resolve_max_model_len(asked, spec)

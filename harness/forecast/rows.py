@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
 from catalogue.models import describe, state
-from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
+from engine.asked.config import EngineConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig, UVAOffloadConfig
 from engine.device.machine import cpu_facts, has_gpu, machine_of
 from engine.errors import CapacityError
@@ -32,7 +33,7 @@ from engine.plan.times import Shape, decode_step_s, load_s, prefill_s, shape_of
 from engine.plan.weight_format import LOSSLESS, MIXED, NOTHING_KNOWN, PLAIN, in_codes
 from engine.sealed import GIB
 from harness.config.command import command_with
-from harness.config.engine import with_model
+from harness.config.engine import engine_config
 from harness.config.schema import LatencyScenario, QualityScenario, RunConfig, ScenarioConfig
 from harness.config.serve import Lengths, ServeScenario
 from harness.observe.machine_rates import Probed, read_rates
@@ -282,8 +283,7 @@ def forecast(
     found, node = describe(config.model), config.model
     facts, probed = machine_facts(config)
     # Weights that are not here yet will be read from some folder.
-    path = None if node.load_format == "dummy" else str(state(node).path or ".")
-    model = ModelConfig(name=node.name, path=path, spec=found.spec, **node.loading())
+    path = None if node.load_format == "dummy" else state(node).path or Path()
     rates = {} if probed is None else probed.rates
     return Forecast(
         config=config,
@@ -292,7 +292,7 @@ def forecast(
         probed=probed,
         overrides=overrides,
         config_dir=config_dir,
-        base=replace(with_model(config, model), measured_rates=rates),
+        base=replace(engine_config(config, path, found.spec), measured_rates=rates),
         notes=found.notes,
     )
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from catalogue.models import describe
-from engine.asked.config import ModelConfig
 from engine.errors import CapacityError, EngineError
 from engine.plan.planner import plan_memory
-from harness.config.engine import with_model
+from harness.config.engine import sizes_config
 from harness.config.schema import RunConfig
 from harness.forecast.rows import running_facts
 from harness.point.describe import NOT_IDENTITY
@@ -73,15 +72,7 @@ def planned_shortage(config: RunConfig) -> CapacityError | None:
         return None
     try:
         spec = describe(config.model).spec
-        node = config.model
-        model = ModelConfig(
-            name=node.name,
-            load_format="dummy",
-            quantize=node.quantize,
-            routing=node.routing,
-            spec=spec,
-        )
-        engine = with_model(config, model)
+        engine = sizes_config(config, spec)
         if config.model.fake is not None:
             plan_fake(config.model.fake, engine)
         else:

@@ -26,6 +26,7 @@ from harness.config.engine import (
     engine_config,
     reference_config,
     require_package,
+    sizes_config,
     yardstick_config,
 )
 from harness.config.schema import RunConfig, SweepContext, SystemConfig
@@ -170,8 +171,7 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> Inputs:
         for name, limit in config.length_limits().items():
             check_lengths(trace, serve.trace, limit_tokens=limit, limit_name=name)
     if not config.scenario.needs_engine:  # nothing of the model but its sizes
-        model = replace(config.model, load_format="dummy", path=None, keep_lossless=False)
-        return Inputs(engine=engine_config(replace(config, model=model), None))
+        return Inputs(engine=sizes_config(config, config.model.spec))
     path = fetch(config.model, report=say)
     is_fake = config.model.fake is not None
     facts = (
