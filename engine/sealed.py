@@ -20,7 +20,10 @@ GIB = 2**30
 
 
 def number(default: Any = dataclasses.MISSING, *, keyword: str = "", **bounds: Any) -> Any:
-    """Return a field of a Sealed class that must be a number within bounds (see `check_number`)."""
+    """Return a field of a Sealed class that must be a number within bounds (see `check_number`).
+
+    A list of such numbers is a field of its own, with the bounds in its metadata.
+    """
     metadata = {"bounds": bounds} | ({"keyword": keyword} if keyword else {})
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -29,20 +32,25 @@ class Sealed:
     """A dataclass base that runs `check` after construction and refuses changes afterwards.
 
     Lists and dicts among its fields are copied and refuse changes too. Frozen dataclasses cannot be
-    filled by OmegaConf, hence this class. Where a class says its `section`, flags and fields of
-    `number` are checked before.
+    filled by OmegaConf, hence this class. Flags and fields of `number` are checked before.
     """
 
     section: ClassVar[str] = ""
+    """Path of the class in a configuration, which errors name; empty: its root."""
 
     def __post_init__(self) -> None:
         node: type = type(self)
-        for name, kind, is_optional, bounds in _checked(node) if self.section else ():
-            value = getattr(self, name)
+        for name, kind, is_optional, bounds in _checked(node):
+            value, key = getattr(self, name), f"{self.section}.{name}".lstrip(".")
+            if value is None and is_optional:
+                continue
             if kind is bool:
-                check_flag(f"{self.section}.{name}", value)
-            elif value is not None or not is_optional:
-                check_number(f"{self.section}.{name}", value, integer=kind is int, **bounds)
+                check_flag(key, value)
+                continue
+            is_list = typing.get_origin(kind) is list
+            of = typing.get_args(kind)[0] if is_list else kind
+            for each in value if is_list else [value]:
+                check_number(key, each, integer=of is int, **bounds)
         self.check()
         for field in fields(self):  # type: ignore[arg-type]
             object.__setattr__(self, field.name, _freeze(getattr(self, field.name)))

@@ -9,7 +9,7 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.loading import LoadConfig
 from engine.model.spec import DTYPES, ModelSpec
-from engine.sealed import Sealed, check_choice, check_number, number
+from engine.sealed import Sealed, check_choice, number
 
 OBJECTIVES = ("latency", "throughput", "context")
 WEIGHT_FORMATS = ("checkpoint", "lossless", "auto")
@@ -234,12 +234,12 @@ class EngineConfig(Sealed):
     kv: KVConfig = field(default_factory=KVConfig)
     engine: EngineSettings = field(default_factory=EngineSettings)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    request_tokens: int | None = None
+    request_tokens: int | None = number(None, low=1, hint="In tokens.")
     """Prompt and output tokens of the longest request that is known beforehand: no length that is
     advised, or taken where none is set, is shorter. null: none is known."""
     measured_rates: dict[str, float | None] = field(default_factory=dict)
     """Rates that a probe found on this machine, for predicted times; empty: unknown."""
-    emulated_kv_tokens: int | None = None
+    emulated_kv_tokens: int | None = number(None, low=1, hint="In tokens.")
     """Most tokens of KV on an emulated GPU, whose memory is RAM; null: what the budget leaves."""
     facts_folder: str | None = None
     """Folder in which a load notes which tensors of a checkpoint codes cannot hold, so that the
@@ -252,10 +252,7 @@ class EngineConfig(Sealed):
     """
 
     def check(self) -> None:
-        """Raise ConfigError when parts contradict each other, or a number is out of bounds."""
-        for name in ("request_tokens", "emulated_kv_tokens"):
-            if (tokens := getattr(self, name)) is not None:
-                check_number(name, tokens, low=1, integer=True, hint="In tokens.")
+        """Raise ConfigError when parts contradict each other."""
         self.planner.check_against(self.offload)
         if self.model.quantize is not None and self.engine.weight_format in {"lossless", "auto"}:
             raise ConfigError(

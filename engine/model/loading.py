@@ -1,7 +1,7 @@
 """LoadConfig: how a model's weights are loaded, as the catalogue and the engine are asked."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
 from engine.model.rounding import BITS
@@ -15,6 +15,7 @@ LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
 class LoadConfig(Sealed):
     """How a model's weights are loaded."""
 
+    section: ClassVar = "model"
     load_format: str = "auto"
     """auto (safetensors) | safetensors | dummy (random weights of the exact shape, no download)."""
     keep_lossless: bool = False

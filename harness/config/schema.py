@@ -15,7 +15,7 @@ from engine.asked.config import EngineSettings, GPUConfig, PlannerConfig
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice, check_number
+from engine.sealed import Sealed, check_choice, number
 from harness.config.serve import (
     MOST_LENGTH,
     MOST_REQUESTS,
@@ -23,11 +23,9 @@ from harness.config.serve import (
     SECONDS,
     SHARE,
     TOKENS,
-    Bounded,
     ServeScenario,
     check_repeats,
     check_size,
-    within,
 )
 from harness.config.study import (
     BareScenario,
@@ -43,22 +41,21 @@ _MOST_PAIRS: Final = 1000
 
 
 @dataclass(kw_only=True)
-class AbConfig(Bounded):
+class AbConfig(Sealed):
     """Two sides that do the same work: what each overrides, and how often both run."""
 
-    node: ClassVar[str] = "ab"
+    section: ClassVar = "ab"
     a: list[str] = field(default_factory=list)
     """Overrides of side a, which the ratios are over, such as [offload=none]."""
     b: list[str] = field(default_factory=list)
     """Overrides of side b."""
-    pairs: int = field(default=4, metadata=within(1, _MOST_PAIRS))
+    pairs: int = number(4, low=1, high=_MOST_PAIRS)
     """Runs of both sides, in the order A B, B A, A B, ..., each in fresh processes."""
-    aa_pairs: int = field(default=3, metadata=within(0, _MOST_PAIRS))
+    aa_pairs: int = number(3, low=0, high=_MOST_PAIRS)
     """Runs of side a against itself before, which say what this machine can resolve; 0: none."""
 
     def check(self) -> None:
         """Raise ConfigError when there is nothing to compare."""
-        super().check()
         if self.aa_pairs == 1:
             raise ConfigError(
                 "ab.aa_pairs: expected 0 or at least 2, got 1: one pair has no deviation."
@@ -84,55 +81,55 @@ FAILURES: Final = (
 )
 _MOST: Final = 1e6
 """Most of every time in its unit, and of GiB: sums of them stay exact enough to compare."""
-_AMOUNT: Final = within(0, _MOST)
-_SIZE: Final = within(0, _MOST, low_open=True)
+_AMOUNT: Final[Mapping[str, Any]] = {"low": 0, "high": _MOST}
+_SIZE: Final[Mapping[str, Any]] = {"low": 0, "high": _MOST, "low_open": True}
 PLACES: Final = ("plan", "build", "reference", "step")
 
 
 @dataclass(kw_only=True)
-class FakeScript(Bounded):
+class FakeScript(Sealed):
     """What the engine of model=fake pretends; nothing is computed.
 
     A step gives every waiting prompt its first token, or else every running sequence its next one.
     """
 
-    node: ClassVar[str] = "model.fake"
+    section: ClassVar = "model.fake"
     clock: str = "scripted"
     """scripted: steps take no real time and figures are exact | real: steps are waited for."""
-    load_s: float = field(default=0.5, metadata=_AMOUNT)
+    load_s: float = number(0.5, **_AMOUNT)
     """Seconds of the load, as its phase read."""
-    prefill_ms: list[float] = field(default_factory=lambda: [20.0], metadata=_AMOUNT)
+    prefill_ms: list[float] = field(default_factory=lambda: [20.0], metadata={"bounds": _AMOUNT})
     """Times of steps with prompts: the first takes the first of them, then in turn."""
-    prefill_ms_per_token: float = field(default=0.0, metadata=_AMOUNT)
+    prefill_ms_per_token: float = number(0.0, **_AMOUNT)
     """Added to such a step for each of its prompt tokens."""
-    decode_ms: list[float] = field(default_factory=lambda: [5.0], metadata=_AMOUNT)
+    decode_ms: list[float] = field(default_factory=lambda: [5.0], metadata={"bounds": _AMOUNT})
     """Times of steps that give next tokens, in turn."""
-    ms_per_offloaded_gib: float = field(default=0.0, metadata=_AMOUNT)
+    ms_per_offloaded_gib: float = number(0.0, **_AMOUNT)
     """Added to every step for each GiB of weights in host memory."""
-    weights_gib: float = field(default=2.0, metadata=_SIZE)
+    weights_gib: float = number(2.0, **_SIZE)
     """Weights; offload moves a part of them to the host."""
-    kv_gib: float = field(default=1.0, metadata=_AMOUNT)
+    kv_gib: float = number(1.0, **_AMOUNT)
     """KV cache, on the GPU."""
-    gpu_gib: float = field(default=16.0, metadata=_SIZE)
+    gpu_gib: float = number(16.0, **_SIZE)
     """GPU memory of the fake card, GiB, if gpu.memory_gib is null."""
-    gpu_peak_gib: float | None = field(default=None, metadata=_AMOUNT)
+    gpu_peak_gib: float | None = number(None, **_AMOUNT)
     """Highest GPU memory in use; null: what was planned."""
-    host_touched_gib: float = field(default=0.0, metadata=_AMOUNT)
+    host_touched_gib: float = number(0.0, **_AMOUNT)
     """Host memory that the worker really takes while it builds, for figures of memory."""
     fail: str = "none"
     """none | no_fit | oom | host_oom | error | exit | sigkill | sigsegv | hang."""
     fail_at: str = "step"
     """plan | build | reference | step (of warm-ups and timed requests)."""
-    fail_after_steps: int = field(default=0, metadata=within(0))
+    fail_after_steps: int = number(0, low=0)
     """Steps of warm-ups and timed requests before a failure at step."""
-    refuse_every: int | None = field(default=None, metadata=within(1))
+    refuse_every: int | None = number(None, low=1)
     """Refuse timed requests whose number it divides; null: none."""
-    break_every: int | None = field(default=None, metadata=within(1))
+    break_every: int | None = number(None, low=1)
     """End timed requests whose number it divides with an error in the step after that
     of its first token; null: none."""
-    stop_after: int | None = field(default=None, metadata=within(1))
+    stop_after: int | None = number(None, low=1)
     """Tokens after which an answer stops by itself, if it is longer; null: at its full length."""
-    wrong_token_at: int | None = field(default=None, metadata=within(0))
+    wrong_token_at: int | None = number(None, low=0)
     """Output position at which the engine under test differs from the reference; null: none."""
 
     def check(self) -> None:
@@ -143,7 +140,6 @@ class FakeScript(Bounded):
         for name in ("prefill_ms", "decode_ms"):
             if not getattr(self, name):
                 raise ConfigError(f"model.fake.{name}: expected at least one time, got none.")
-        super().check()
         if self.fail_after_steps and not self.fails_at("step"):
             raise ConfigError(
                 f"model.fake.fail_after_steps: expected 0 with fail={self.fail} and "
@@ -189,10 +185,10 @@ PROMPT_FORMS: Final = ("token_ids", "text")
 
 
 @dataclass(kw_only=True)
-class SystemConfig(Bounded):
+class SystemConfig(Sealed):
     """What answers the requests: this project's engine or a peer."""
 
-    node: ClassVar[str] = "system"
+    section: ClassVar = "system"
     kind: str = "native"
     """native | serve (this project's server, started for the point) | accelerate | vllm | http."""
     base_url: str | None = None
@@ -209,7 +205,7 @@ class SystemConfig(Bounded):
     extensions: bool | None = None
     """Send ignore_eos, return_token_ids and cache_salt (null: true), which some servers
     refuse."""
-    request_timeout_s: float | None = field(default=None, metadata=within(0, low_open=True))
+    request_timeout_s: float | None = number(None, low=0, low_open=True)
     """Longest wait for the next part of an answer (http; null: 300)."""
 
     def check(self) -> None:
@@ -235,22 +231,20 @@ class SystemConfig(Bounded):
                 "takes text; remove it."
             )
         check_choice("system.prompts", self.prompts or PROMPT_FORMS[0], PROMPT_FORMS)
-        super().check()
 
 
 @dataclass(kw_only=True)
-class LoadScenario(Bounded):
+class LoadScenario(Sealed):
     """Starts of the engine in fresh processes, from nothing to the first token."""
 
-    node: ClassVar[str] = "scenario.load"
-    cold_starts: int = field(default=0, metadata=within(0, MOST_REQUESTS))
+    section: ClassVar = "scenario.load"
+    cold_starts: int = number(0, low=0, high=MOST_REQUESTS)
     """Starts with the checkpoint dropped from the page cache first."""
-    warm_starts: int = field(default=1, metadata=within(0, MOST_REQUESTS))
+    warm_starts: int = number(1, low=0, high=MOST_REQUESTS)
     """Starts with the checkpoint in the page cache."""
 
     def check(self) -> None:
         """Raise ConfigError when no start is asked for."""
-        super().check()
         if self.cold_starts + self.warm_starts == 0:
             raise ConfigError(
                 "scenario.load: expected at least one start, got cold_starts=0 and warm_starts=0. "
@@ -259,41 +253,42 @@ class LoadScenario(Bounded):
 
 
 @dataclass(kw_only=True)
-class RequestSet(Bounded):
+class RequestSet(Sealed):
     """Requests of one scenario: synthetic prompts of a set length, or prompts from a file."""
 
     part: ClassVar[str] = "requests"
-    node: ClassVar[str] = "scenario.requests"
-    num_requests: int = field(default=32, metadata=REQUESTS)
+    section: ClassVar = "scenario.requests"
+    num_requests: int = number(32, **REQUESTS)
     """Requests that are timed."""
-    warmup_requests: int = field(default=2, metadata=within(0, MOST_REQUESTS))
+    warmup_requests: int = number(2, low=0, high=MOST_REQUESTS)
     """Requests before, not timed, with prompts of their own."""
-    prompt_tokens: int = field(default=128, metadata=TOKENS)
+    prompt_tokens: int = number(128, **TOKENS)
     """Tokens of each synthetic prompt; the prompts of prompts_file have their own lengths."""
-    output_tokens: int = field(default=64, metadata=TOKENS)
+    output_tokens: int = number(64, **TOKENS)
     """Tokens generated for each request; the end token does not stop it."""
-    seed: int = field(default=0, metadata=within(0))
+    seed: int = number(0, low=0)
     """Seed of the synthetic prompts."""
     prompts_file: str | None = None
     """JSON lines, each with `prompt` (text) or `prompt_token_ids` (list); null: synthetic."""
-    repeats: int = field(default=1, metadata=REQUESTS)
+    repeats: int = number(1, **REQUESTS)
     """Measurements, each with prompts of its own; above 1: means with 95 % intervals."""
-    stop_share: float | None = field(default=None, metadata=SHARE)
+    stop_share: float | None = number(None, **SHARE)
     """Stop repeating when the interval of output tokens/s (latency: of the mean request time) is at
     most this share of the mean to either side."""
-    max_duration_s: float | None = field(default=None, metadata=SECONDS)
+    max_duration_s: float | None = number(None, **SECONDS)
     """Limit in seconds of the warm-up and of each measurement. Figures then cover what was done (at
     least one request; for throughput, one token) and are not valid. null: no limit."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        super().check()
-        check_repeats(self.node, self.repeats, self.stop_share)
+        check_repeats(self.section, self.repeats, self.stop_share)
         each = self.prompt_tokens if self.prompts_file is None else 0
         settings = "its num_requests, repeats or prompt_tokens"
-        check_size(self.node, self.num_rows, self.num_rows * each, settings)
+        check_size(self.section, self.num_rows, self.num_rows * each, settings)
         if self.prompts_file is not None and not self.prompts_file.strip():
-            raise ConfigError(f"{self.node}.prompts_file: expected a JSONL file or null, got ''.")
+            raise ConfigError(
+                f"{self.section}.prompts_file: expected a JSONL file or null, got ''."
+            )
 
     @property
     def num_rows(self) -> int:
@@ -306,10 +301,10 @@ class ThroughputScenario(RequestSet):
     """N requests offered at once."""
 
     part: ClassVar[str] = "throughput"
-    node: ClassVar[str] = "scenario.throughput"
-    num_requests: int = field(default=64, metadata=REQUESTS)
+    section: ClassVar = "scenario.throughput"
+    num_requests: int = number(64, **REQUESTS)
     """Requests that are timed."""
-    output_tokens: int = field(default=128, metadata=TOKENS)
+    output_tokens: int = number(128, **TOKENS)
     """Tokens generated for each request; the end token does not stop it."""
 
 
@@ -318,29 +313,29 @@ class LatencyScenario(RequestSet):
     """One request at a time; a median needs 11 of them, p90 64, p95 130, p99 662."""
 
     part: ClassVar[str] = "latency"
-    node: ClassVar[str] = "scenario.latency"
+    section: ClassVar = "scenario.latency"
 
 
 @dataclass(kw_only=True)
-class QualityScenario(Bounded):
+class QualityScenario(Sealed):
     """How close tokens are to those of plain weights: perplexity, agreement of greedy tokens."""
 
-    node: ClassVar[str] = "scenario.quality"
+    section: ClassVar = "scenario.quality"
     text_file: str | None = None
     """Text in UTF-8 that perplexity is of and prompts are parts of; null: Python's language
     reference, which Python ships (pydoc_data.topics)."""
-    window_tokens: int = field(default=512, metadata=within(2, MOST_LENGTH))
+    window_tokens: int = number(512, low=2, high=MOST_LENGTH)
     """Tokens of the text that are computed together; fewer than the model's context has."""
-    stride_tokens: int = field(default=256, metadata=TOKENS)
+    stride_tokens: int = number(256, **TOKENS)
     """Tokens from the start of a window to the start of the next one; a token counts in the first
     window that contains it."""
-    num_windows: int | None = field(default=32, metadata=REQUESTS)
+    num_windows: int | None = number(32, **REQUESTS)
     """Windows, from the beginning of the text; null: all of it."""
-    num_prompts: int = field(default=16, metadata=within(0, MOST_REQUESTS))
+    num_prompts: int = number(16, low=0, high=MOST_REQUESTS)
     """Prompts of which greedy tokens are compared; 0: none."""
-    prompt_tokens: int = field(default=64, metadata=TOKENS)
+    prompt_tokens: int = number(64, **TOKENS)
     """Tokens of each."""
-    output_tokens: int = field(default=64, metadata=TOKENS)
+    output_tokens: int = number(64, **TOKENS)
     """Greedy tokens of each that are compared."""
     reference: str | None = None
     """Model whose greedy tokens they are compared with: a name, a folder or OWNER/NAME with plain
@@ -349,21 +344,20 @@ class QualityScenario(Bounded):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        super().check()
         if self.stride_tokens >= self.window_tokens:
             raise ConfigError(
-                f"{self.node}.stride_tokens: expected less than window_tokens="
+                f"{self.section}.stride_tokens: expected less than window_tokens="
                 f"{self.window_tokens}, got {self.stride_tokens}: some tokens would not count. "
                 "Lower it."
             )
         if self.reference is not None and not self.num_prompts:
             raise ConfigError(
-                f"{self.node}.reference: expected null with num_prompts=0, got {self.reference!r}: "
-                "no tokens are compared. Remove it, or raise num_prompts."
+                f"{self.section}.reference: expected null with num_prompts=0, got "
+                f"{self.reference!r}: no tokens are compared. Remove it, or raise num_prompts."
             )
         for name in ("text_file", "reference"):
             if getattr(self, name) is not None and not getattr(self, name).strip():
-                raise ConfigError(f"{self.node}.{name}: expected a path or null, got ''.")
+                raise ConfigError(f"{self.section}.{name}: expected a path or null, got ''.")
 
     @property
     def longest_tokens(self) -> int:
@@ -373,30 +367,30 @@ class QualityScenario(Bounded):
 
 
 @dataclass(kw_only=True)
-class CorrectnessConfig(Bounded):
+class CorrectnessConfig(Sealed):
     """Greedy tokens compared with the reference before anything is timed."""
 
-    node: ClassVar[str] = "scenario.correctness"
+    section: ClassVar = "scenario.correctness"
     enabled: bool = True
     """Compare; false times an engine whose tokens nobody checked, and the record says so."""
-    num_prompts: int = field(default=2, metadata=REQUESTS)
+    num_prompts: int = number(2, **REQUESTS)
     """Synthetic prompts to compare."""
-    prompt_tokens: int = field(default=16, metadata=TOKENS)
+    prompt_tokens: int = number(16, **TOKENS)
     """Tokens of each."""
-    output_tokens: int = field(default=16, metadata=TOKENS)
+    output_tokens: int = number(16, **TOKENS)
     """Tokens generated for each."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
-        super().check()
         num_tokens, settings = self.num_prompts * self.prompt_tokens, "num_prompts or prompt_tokens"
-        check_size(self.node, self.num_prompts, num_tokens, f"its {settings}")
+        check_size(self.section, self.num_prompts, num_tokens, f"its {settings}")
 
 
 @dataclass(kw_only=True)
 class ScenarioConfig(Sealed):
     """What is measured; a part that is null does not run."""
 
+    section: ClassVar = "scenario"
     name: str
     """Name of the scenario in reports."""
     load: LoadScenario | None = None
@@ -515,13 +509,13 @@ class TrackingConfig(Sealed):
 
 
 @dataclass(kw_only=True)
-class PlanConfig(Bounded):
+class PlanConfig(Sealed):
     """What `mode=plan` says beside whether it fits, and which settings are best."""
 
-    node: ClassVar[str] = "plan"
+    section: ClassVar = "plan"
     verbose: bool = False
     """Show every way to place the weights, memory by part, and where predicted rates are from."""
-    reported_kv_gib: float | None = field(default=None, metadata=within(-_MOST, _MOST))
+    reported_kv_gib: float | None = number(None, low=-_MOST, high=_MOST)
     """KV cache memory that another engine reported as available, GiB, such as -3.44: what that
     engine would have to offload is printed too. null: none."""
 
@@ -564,9 +558,9 @@ class RunConfig(Sealed):
     """Stop a sweep at the first point that is not ok; the others get status skipped."""
     monotone_stop: bool = True
     """Skip points of a sweep that cannot fit because a point that needs less did not fit."""
-    timeout_s: float | None = None
+    timeout_s: float | None = number(None, low=0, low_open=True, hint="In seconds.")
     """Seconds that a point may take before it is stopped with status timeout; null: no limit."""
-    silence_s: float | None = 1800.0
+    silence_s: float | None = number(1800.0, low=0, low_open=True, hint="In seconds.")
     """Seconds without a sign of work after which a worker is stopped with status timeout; null: no
     limit."""
     model: ModelNode
@@ -600,10 +594,6 @@ class RunConfig(Sealed):
         self.plan.check_mode(self.mode)
         if self.rerun is not None:
             check_choice("rerun", self.rerun, ("all", "invalid", "failed", "none"))
-        if self.timeout_s is not None:
-            check_number("timeout_s", self.timeout_s, low=0, low_open=True, hint="In seconds.")
-        if self.silence_s is not None:
-            check_number("silence_s", self.silence_s, low=0, low_open=True, hint="In seconds.")
         if self.model.fake is not None and self.mode == "plan":
             raise ConfigError(
                 "mode: expected run with model=fake, whose memory is scripted, got plan. Choose a "

@@ -1,12 +1,12 @@
 """ServeScenario: the node scenario.serve, its parts checked against each other."""
 
 import math
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice, check_number
+from engine.sealed import Sealed, check_choice, number
 from harness.observe.statistics import LEAST_REPEATS
 
 MOST_REQUESTS: Final = 10**6
@@ -21,46 +21,25 @@ LEAST_RATE: Final = 1e-4
 MOST_RATE: Final = 1e6
 
 
-def within(low: float, high: float = math.inf, *, low_open: bool = False) -> dict[str, Any]:
-    """Return the metadata of a field whose number, or each of its list, is between bounds."""
-    return {"bounds": {"low": low, "high": high, "low_open": low_open}}
+def check_used(node: Sealed, names: Collection[str], needed: Collection[str], why: str) -> None:
+    """Raise ConfigError unless exactly the needed ones of some settings of a node have a value."""
+    for name in names:
+        key, value = f"{node.section}.{name}", getattr(node, name)
+        if name in needed and value is None:
+            raise ConfigError(f"{key}: expected a value for {why}, got null. Set it.")
+        if name not in needed and value is not None:
+            raise ConfigError(
+                f"{key}: expected null for {why}, got {value!r}. It would have no effect; remove "
+                "it."
+            )
 
 
-class Bounded(Sealed):
-    """A node whose numbers are held to the bounds of their fields; null is left out."""
-
-    node: ClassVar[str]
-    """Path in the configuration."""
-
-    def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds."""
-        for item in fields(self):  # type: ignore[arg-type]
-            value, kind = getattr(self, item.name), str(item.type)
-            if "bounds" not in item.metadata or (value is None and "None" in kind):
-                continue
-            for number in value if kind.startswith("list") else [value]:
-                name, is_integer = f"{self.node}.{item.name}", "float" not in kind
-                check_number(name, number, integer=is_integer, **item.metadata["bounds"])
-
-    def check_used(self, names: Collection[str], needed: Collection[str], why: str) -> None:
-        """Raise ConfigError unless exactly the needed ones of some settings have a value."""
-        for name in names:
-            key, value = f"{self.node}.{name}", getattr(self, name)
-            if name in needed and value is None:
-                raise ConfigError(f"{key}: expected a value for {why}, got null. Set it.")
-            if name not in needed and value is not None:
-                raise ConfigError(
-                    f"{key}: expected null for {why}, got {value!r}. It would have no effect; "
-                    "remove it."
-                )
-
-
-TOKENS: Final = within(1, MOST_LENGTH)
-REQUESTS: Final = within(1, MOST_REQUESTS)
-SECONDS: Final = within(0, MOST_S, low_open=True)
-MILLISECONDS: Final = within(0, 1e3 * MOST_S, low_open=True)
-FACTOR: Final = within(0, 1e6, low_open=True)
-SHARE: Final = within(0, 1, low_open=True)
+TOKENS: Final[Mapping[str, Any]] = {"low": 1, "high": MOST_LENGTH}
+REQUESTS: Final[Mapping[str, Any]] = {"low": 1, "high": MOST_REQUESTS}
+SECONDS: Final[Mapping[str, Any]] = {"low": 0, "high": MOST_S, "low_open": True}
+MILLISECONDS: Final[Mapping[str, Any]] = {"low": 0, "high": 1e3 * MOST_S, "low_open": True}
+FACTOR: Final[Mapping[str, Any]] = {"low": 0, "high": 1e6, "low_open": True}
+SHARE: Final[Mapping[str, Any]] = {"low": 0, "high": 1, "low_open": True}
 
 
 def check_repeats(node: str, repeats: int, stop_share: float | None) -> None:
@@ -95,27 +74,26 @@ TRACE_FORMATS: Final = ("auto", "azure", "mooncake")
 
 
 @dataclass(kw_only=True)
-class Arrivals(Bounded):
+class Arrivals(Sealed):
     """When requests arrive; with several turns, when conversations begin."""
 
-    node: ClassVar[str] = f"{NODE}.arrivals"
+    section: ClassVar = f"{NODE}.arrivals"
     process: str = "poisson"
     """poisson | gamma | constant | at_once | trace (the times of scenario.serve.trace)."""
-    rate_per_s: float | None = field(default=None, metadata=within(LEAST_RATE, MOST_RATE))
+    rate_per_s: float | None = number(None, low=LEAST_RATE, high=MOST_RATE)
     """Mean arrivals a second; null for at_once, trace and a search."""
-    burstiness: float | None = field(default=None, metadata=within(1e-3, 1e6))
+    burstiness: float | None = number(None, low=1e-3, high=1e6)
     """Shape of the gamma process: 1 is Poisson, below it bursts, above it evens out."""
-    ramp_up_s: float | None = field(default=None, metadata=SECONDS)
+    ramp_up_s: float | None = number(None, **SECONDS)
     """Seconds in which the rate rises from 0 to rate_per_s; what arrives then is not counted."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        check_choice(f"{self.node}.process", self.process, PROCESSES)
-        super().check()
+        check_choice(f"{self.section}.process", self.process, PROCESSES)
         why, has_shape = f"process={self.process}", self.process == "gamma"
-        self.check_used(["burstiness"], ["burstiness"] if has_shape else [], why)
+        check_used(self, ["burstiness"], ["burstiness"] if has_shape else [], why)
         if not self.has_rate:
-            self.check_used(["rate_per_s", "ramp_up_s"], [], why)
+            check_used(self, ["rate_per_s", "ramp_up_s"], [], why)
 
     @property
     def has_rate(self) -> bool:
@@ -129,25 +107,24 @@ class Arrivals(Bounded):
 
 
 @dataclass(kw_only=True)
-class Lengths(Bounded):
+class Lengths(Sealed):
     """How many tokens each request has."""
 
-    node: ClassVar[str] = f"{NODE}.(prompt|output)"
+    section: ClassVar = f"{NODE}.(prompt|output)"
     distribution: str = "fixed"
     """fixed | uniform | normal | lognormal."""
-    tokens: int | None = field(default=None, metadata=TOKENS)
+    tokens: int | None = number(None, **TOKENS)
     """The length (fixed) or the mean (normal, lognormal)."""
-    std: float | None = field(default=None, metadata=within(0, MOST_LENGTH, low_open=True))
+    std: float | None = number(None, low=0, high=MOST_LENGTH, low_open=True)
     """Standard deviation in tokens (normal, lognormal)."""
-    low: int | None = field(default=None, metadata=TOKENS)
+    low: int | None = number(None, **TOKENS)
     """Smallest length (uniform), or bound that shorter draws are raised to (default 1)."""
-    high: int | None = field(default=None, metadata=TOKENS)
+    high: int | None = number(None, **TOKENS)
     """Largest length (uniform), or bound that longer draws are lowered to."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is absent, out of bounds or has no effect."""
-        check_choice(f"{self.node}.distribution", self.distribution, DISTRIBUTIONS)
-        super().check()
+        check_choice(f"{self.section}.distribution", self.distribution, DISTRIBUTIONS)
         needed = {
             "fixed": {"tokens"},
             "uniform": {"low", "high"},
@@ -157,10 +134,10 @@ class Lengths(Bounded):
         names = ["tokens", "std", "low", "high"]
         if self.distribution in {"normal", "lognormal"}:
             names.remove("low")
-        self.check_used(names, needed, f"distribution={self.distribution}")
+        check_used(self, names, needed, f"distribution={self.distribution}")
         if self.high is not None and self.least > self.high:
             raise ConfigError(
-                f"{self.node}.high: expected at least low={self.least}, got {self.high}. Raise "
+                f"{self.section}.high: expected at least low={self.least}, got {self.high}. Raise "
                 "high."
             )
 
@@ -184,18 +161,17 @@ class Lengths(Bounded):
 
 
 @dataclass(kw_only=True)
-class Prefixes(Bounded):
+class Prefixes(Sealed):
     """Beginnings of prompts that several requests share."""
 
-    node: ClassVar[str] = f"{NODE}.prefixes"
-    num: int = field(default=0, metadata=within(0, MOST_LENGTH))
+    section: ClassVar = f"{NODE}.prefixes"
+    num: int = number(0, low=0, high=MOST_LENGTH)
     """Number of different prefixes; each request or conversation draws one. 0: none."""
-    tokens: int = field(default=0, metadata=within(0, MOST_LENGTH))
+    tokens: int = number(0, low=0, high=MOST_LENGTH)
     """Tokens of each prefix, in addition to the request's own tokens."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        super().check()
         if (self.num == 0) != (self.tokens == 0):
             raise ConfigError(
                 f"{NODE}.prefixes: expected num and tokens both above 0 or both 0, got "
@@ -204,20 +180,19 @@ class Prefixes(Bounded):
 
 
 @dataclass(kw_only=True)
-class Turns(Bounded):
+class Turns(Sealed):
     """Conversations: each later turn holds all earlier prompts and answers."""
 
-    node: ClassVar[str] = f"{NODE}.turns"
-    num: int = field(default=1, metadata=TOKENS)
+    section: ClassVar = f"{NODE}.turns"
+    num: int = number(1, **TOKENS)
     """Requests of each conversation."""
-    think_s: float = field(default=0.0, metadata=within(0, MOST_S))
+    think_s: float = number(0.0, low=0, high=MOST_S)
     """Seconds from the last token of an answer to the arrival of the next turn."""
-    first_tokens: int | None = field(default=None, metadata=TOKENS)
+    first_tokens: int | None = number(None, **TOKENS)
     """Own tokens of a conversation's first prompt; null: drawn like those of later turns."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        super().check()
         if self.num == 1 and self.think_s:
             raise ConfigError(
                 f"{NODE}.turns.think_s: expected 0 with one turn, got {self.think_s}. Raise "
@@ -231,17 +206,17 @@ class Turns(Bounded):
 
 
 @dataclass(kw_only=True)
-class TraceSource(Bounded):
+class TraceSource(Sealed):
     """Arrivals and lengths that were recorded elsewhere."""
 
-    node: ClassVar[str] = f"{NODE}.trace"
+    section: ClassVar = f"{NODE}.trace"
     path: str | None = None
     """File: Azure's CSV or Mooncake's JSON lines."""
     format: str = "auto"
     """auto (by the file's ending: .csv or .jsonl) | azure | mooncake."""
-    time_scale: float = field(default=1.0, metadata=FACTOR)
+    time_scale: float = number(1.0, **FACTOR)
     """Factor of all times; 0.5 sends twice as fast."""
-    length_scale: float = field(default=1.0, metadata=FACTOR)
+    length_scale: float = number(1.0, **FACTOR)
     """Factor of all lengths, prompts and outputs; each keeps at least one token."""
 
     def check(self) -> None:
@@ -252,7 +227,6 @@ class TraceSource(Bounded):
                 "Azure's CSV or Mooncake's JSONL format."
             )
         check_choice(f"{NODE}.trace.format", self.format, TRACE_FORMATS)
-        super().check()
 
     def check_ending(self) -> None:
         """Raise ConfigError where the file's ending does not tell the format.
@@ -274,28 +248,28 @@ class TraceSource(Bounded):
 
 
 @dataclass(kw_only=True)
-class Seeds(Bounded):
+class Seeds(Sealed):
     """What is drawn, apart: each of the three can change while the others stay."""
 
-    node: ClassVar[str] = f"{NODE}.seeds"
-    prompts: int = field(default=0, metadata=within(0))
+    section: ClassVar = f"{NODE}.seeds"
+    prompts: int = number(0, low=0)
     """Lengths and token ids."""
-    order: int | None = field(default=None, metadata=within(0))
+    order: int | None = number(None, low=0)
     """Which request takes which arrival; null: in the order of the draws or of the file."""
-    arrivals: int = field(default=0, metadata=within(0))
+    arrivals: int = number(0, low=0)
     """Gaps between arrivals."""
 
 
 @dataclass(kw_only=True)
-class Objectives(Bounded):
+class Objectives(Sealed):
     """Bounds that a good request keeps; null: no bound."""
 
-    node: ClassVar[str] = f"{NODE}.slo"
-    ttft_ms: float | None = field(default=None, metadata=MILLISECONDS)
+    section: ClassVar = f"{NODE}.slo"
+    ttft_ms: float | None = number(None, **MILLISECONDS)
     """Time to first token, from the scheduled arrival."""
-    tpot_ms: float | None = field(default=None, metadata=MILLISECONDS)
+    tpot_ms: float | None = number(None, **MILLISECONDS)
     """Time per output token; a request of one token has none, and the bound does not apply."""
-    e2e_ms: float | None = field(default=None, metadata=MILLISECONDS)
+    e2e_ms: float | None = number(None, **MILLISECONDS)
     """Time to the last token, from the scheduled arrival."""
 
     def bounds(self) -> dict[str, float]:
@@ -304,47 +278,46 @@ class Objectives(Bounded):
 
 
 @dataclass(kw_only=True)
-class PeakSearch(Bounded):
+class PeakSearch(Sealed):
     """The highest rate at which enough requests are good, by bisection."""
 
-    node: ClassVar[str] = f"{NODE}.search"
-    low_per_s: float = field(metadata=within(LEAST_RATE, MOST_RATE))
+    section: ClassVar = f"{NODE}.search"
+    low_per_s: float = number(low=LEAST_RATE, high=MOST_RATE)
     """Rate that is tried first; if it fails, there is no answer."""
-    high_per_s: float = field(metadata=within(LEAST_RATE, MOST_RATE))
+    high_per_s: float = number(low=LEAST_RATE, high=MOST_RATE)
     """Rate that is tried second; if it passes, it is the answer and the search ends."""
-    good_share: float = field(default=0.95, metadata=SHARE)
+    good_share: float = number(0.95, **SHARE)
     """Share of requests that must be good at a rate."""
-    tolerance: float = field(default=0.1, metadata=SHARE)
+    tolerance: float = number(0.1, **SHARE)
     """End when the lowest failing rate is at most this share above the highest passing one."""
-    max_trials: int = field(default=8, metadata=within(2, MOST_REQUESTS))
+    max_trials: int = number(8, low=2, high=MOST_REQUESTS)
     """End after this many rates."""
-    duration_s: float = field(default=10.0, metadata=SECONDS)
+    duration_s: float = number(10.0, **SECONDS)
     """Least seconds of arrivals at each rate; num_requests is raised to it. In a shorter time a
     queue that grows does not show, and the peak comes out too high."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""
-        super().check()
         if self.high_per_s <= self.low_per_s:
             raise ConfigError(
-                f"{self.node}.high_per_s: expected above low_per_s={self.low_per_s:g}, got "
+                f"{self.section}.high_per_s: expected above low_per_s={self.low_per_s:g}, got "
                 f"{self.high_per_s:g}. Raise it."
             )
 
 
 @dataclass(kw_only=True)
-class ServeScenario(Bounded):
+class ServeScenario(Sealed):
     """Requests that arrive by themselves, whatever the engine does (open loop)."""
 
     part: ClassVar[str] = "serve"
-    node: ClassVar[str] = NODE
-    num_requests: int | None = field(default=64, metadata=REQUESTS)
+    section: ClassVar = NODE
+    num_requests: int | None = number(64, **REQUESTS)
     """Total number of requests, including later turns; null with a trace: all its rows."""
-    warmup_requests: int = field(default=2, metadata=within(0, MOST_REQUESTS))
+    warmup_requests: int = number(2, low=0, high=MOST_REQUESTS)
     """Requests before the timed ones, one at a time, not counted, with prompts of their own."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """When requests arrive."""
-    max_concurrency: int | None = field(default=None, metadata=REQUESTS)
+    max_concurrency: int | None = number(None, **REQUESTS)
     """Requests at the engine at once; later ones wait at the client, and the wait counts."""
     prompt: Lengths | None = None
     """Own tokens of each synthetic prompt; null with a trace or a file of prompts."""
@@ -362,24 +335,23 @@ class ServeScenario(Bounded):
     """What is drawn."""
     slo: Objectives = field(default_factory=Objectives)
     """What a good request keeps to."""
-    drain_s: float = field(default=60.0, metadata=within(0, MOST_S))
+    drain_s: float = number(60.0, low=0, high=MOST_S)
     """Seconds after the last arrival until requests that still run are cancelled."""
-    max_duration_s: float | None = field(default=None, metadata=SECONDS)
+    max_duration_s: float | None = number(None, **SECONDS)
     """Limit in seconds of the warm-up (at least one request) and of each run at a rate. Figures
     then cover what was done and are not valid. null: no limit."""
-    min_duration_s: float | None = field(default=None, metadata=SECONDS)
+    min_duration_s: float | None = number(None, **SECONDS)
     """Least seconds from the first counted arrival to the last; shorter is not valid."""
     search: PeakSearch | None = None
     """Search the highest rate that keeps the SLO; null: one run at arrivals.rate_per_s."""
-    repeats: int = field(default=1, metadata=REQUESTS)
+    repeats: int = number(1, **REQUESTS)
     """Number of measurements, each with its own draws; above 1: means with 95 % intervals."""
-    stop_share: float | None = field(default=None, metadata=SHARE)
+    stop_share: float | None = number(None, **SHARE)
     """End when the interval of a request's mean time is at most this share of the mean to either
     side."""
 
     def check(self) -> None:
         """Raise ConfigError when settings are out of bounds or contradict each other."""
-        super().check()
         if (self.min_duration_s or 0) >= (self.max_duration_s or math.inf):
             raise ConfigError(
                 f"{NODE}.min_duration_s: expected below max_duration_s={self.max_duration_s:g}, "
@@ -399,13 +371,13 @@ class ServeScenario(Bounded):
     def _check_source(self) -> None:
         lengths = ("prompt", "output", "prompts_file")
         if self.trace is not None:
-            self.check_used(lengths, [], "a trace")
+            check_used(self, lengths, [], "a trace")
         elif self.prompts_file is not None:
-            self.check_used(lengths, ["output", "prompts_file"], "a prompts_file")
+            check_used(self, lengths, ["output", "prompts_file"], "a prompts_file")
             if not self.prompts_file.strip():
                 raise ConfigError(f"{NODE}.prompts_file: expected a JSONL file or null, got ''.")
         else:
-            self.check_used(lengths, ["prompt", "output"], "synthetic prompts")
+            check_used(self, lengths, ["prompt", "output"], "synthetic prompts")
         if self.prompt is None and self.prefixes.num:
             raise ConfigError(
                 f"{NODE}.prefixes: expected none beside a trace or a prompts_file, got "
@@ -440,14 +412,14 @@ class ServeScenario(Bounded):
         rate = ["rate_per_s"]
         if self.search is None:
             if self.arrivals.has_rate:
-                self.arrivals.check_used(rate, rate, f"process={process}")
+                check_used(self.arrivals, rate, rate, f"process={process}")
             return
         if not self.arrivals.has_rate:
             raise ConfigError(
                 f"{NODE}.search: expected arrivals.process of poisson, gamma or constant, got "
                 f"{process}. It has no rate to search."
             )
-        self.arrivals.check_used(rate, [], "a search of rates")
+        check_used(self.arrivals, rate, [], "a search of rates")
         if not self.slo.bounds():
             raise ConfigError(
                 f"{NODE}.slo: expected at least one bound with a search, got none. Set "

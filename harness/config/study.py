@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice, check_number
-from harness.config.serve import MOST_LENGTH, MOST_S, REQUESTS, TOKENS, Bounded, within
+from engine.sealed import Sealed, check_choice, number
+from harness.config.serve import MOST_LENGTH, MOST_S, REQUESTS, TOKENS
 
 TIERS_PARTS: Final = (
     "fits",
@@ -26,30 +26,29 @@ BARE_PARTS: Final = ("moves", "attention", "rates", "restore", "experts", "check
 
 
 @dataclass(kw_only=True)
-class StepsScenario(Bounded):
+class StepsScenario(Sealed):
     """Single steps: decodes of set batches, prefills, and short prompts one after another."""
 
-    node: ClassVar[str] = "scenario.steps"
-    batches: list[int] = field(default_factory=list, metadata=REQUESTS)
+    section: ClassVar = "scenario.steps"
+    batches: list[int] = field(default_factory=list, metadata={"bounds": REQUESTS})
     """Batch sizes: sequences that decode at once, one batch after another."""
-    prompt_tokens: int = field(default=128, metadata=TOKENS)
+    prompt_tokens: int = number(128, **TOKENS)
     """Tokens of prompts before a decode."""
-    steps: int = field(default=22, metadata=TOKENS)
+    steps: int = number(22, **TOKENS)
     """Timed decode steps of each batch."""
-    warmup_tokens: int = field(default=0, metadata=within(0, MOST_LENGTH))
+    warmup_tokens: int = number(0, low=0, high=MOST_LENGTH)
     """Tokens that the sequences of a batch decode in all before its timed steps."""
-    prefills: list[int] = field(default_factory=list, metadata=REQUESTS)
+    prefills: list[int] = field(default_factory=list, metadata={"bounds": REQUESTS})
     """Numbers of prompts that are prefilled at once, one after another."""
-    prefill_tokens: int = field(default=2048, metadata=TOKENS)
+    prefill_tokens: int = number(2048, **TOKENS)
     """Tokens of these prompts."""
-    chunks: list[int] = field(default_factory=list, metadata=TOKENS)
+    chunks: list[int] = field(default_factory=list, metadata={"bounds": TOKENS})
     """Lengths of prompts that are prefilled alone, one after another."""
-    counter_s: float = field(default=0.0, metadata=within(0, MOST_S))
+    counter_s: float = number(0.0, low=0, high=MOST_S)
     """Seconds of decode during which NVML's counter of the link is read."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or nothing is measured."""
-        super().check()
         if not (self.batches or self.prefills or self.chunks or self.counter_s):
             raise ConfigError(
                 "scenario.steps: expected batches, prefills, chunks or counter_s, got none. Set "
@@ -58,88 +57,81 @@ class StepsScenario(Bounded):
 
 
 @dataclass(kw_only=True)
-class TiersScenario(Bounded):
+class TiersScenario(Sealed):
     """A KV cache over two tiers: what is kept, found, moved, read in place. Lengths in tokens."""
 
-    node: ClassVar[str] = "scenario.tiers"
+    section: ClassVar = "scenario.tiers"
     parts: list[str] = field(default_factory=list)
     """fits | ttft | itl | shared | parked | rounds | long | streamed | together |
     prefixed | beside; empty: none."""
-    scale: float = field(default=1.0, metadata=within(0, low_open=True))
+    scale: float = number(1.0, low=0, low_open=True)
     """Factor for all lengths and counts below except `steps`; the results are at least 2."""
-    prefix_tokens: int = 8192
+    prefix_tokens: int = number(8192, **TOKENS)
     """Tokens of the prefix whose first token is timed."""
-    own_tokens: int = 32
+    own_tokens: int = number(32, **TOKENS)
     """Tokens after a prefix, or new tokens of a turn."""
-    shared_tokens: int = 10_000
+    shared_tokens: int = number(10_000, **TOKENS)
     """Tokens of the prefix that many requests share."""
-    shared_requests: int = 50
+    shared_requests: int = number(50, **TOKENS)
     """Requests that share the prefix of shared_tokens."""
-    shared_output: int = 128
+    shared_output: int = number(128, **TOKENS)
     """Output tokens of each of these requests."""
-    fit_requests: int = 32
+    fit_requests: int = number(32, **TOKENS)
     """Requests that fit the GPU together."""
-    fit_prompt: int = 512
+    fit_prompt: int = number(512, **TOKENS)
     """Prompt tokens of each of these requests."""
-    fit_output: int = 128
+    fit_output: int = number(128, **TOKENS)
     """Output tokens of each of these requests."""
-    rounds_output: int = 512
+    rounds_output: int = number(512, **TOKENS)
     """Output tokens of each sequence, where sequences together exceed the GPU's KV tokens."""
-    rounds_fill: int = 10
+    rounds_fill: int = number(10, **TOKENS)
     """Number of these sequences that fill the GPU's KV tokens."""
-    rounds_excess: float = field(default=1.3, metadata=within(0, low_open=True))
+    rounds_excess: float = number(1.3, low=0, low_open=True)
     """Total of these sequences, in multiples of the GPU's KV tokens."""
-    parked_tokens: int = 4000
+    parked_tokens: int = number(4000, **TOKENS)
     """Tokens of a conversation before its timed turn."""
-    parked_excess: float = field(default=52_000 / 39_344, metadata=within(0, low_open=True))
+    parked_excess: float = number(52_000 / 39_344, low=0, low_open=True)
     """Total of all parked conversations, in multiples of the GPU's KV tokens."""
-    turn_output: int = 128
+    turn_output: int = number(128, **TOKENS)
     """Output tokens of a timed turn."""
-    running: int = 8
+    running: int = number(8, **TOKENS)
     """Sequences that decode while a prefix loads."""
-    loads: int = 100
+    loads: int = number(100, **TOKENS)
     """Number of times that the prefix is loaded."""
-    alone_steps: int = 700
+    alone_steps: int = number(700, **TOKENS)
     """Steps of these sequences that are timed without a load."""
-    beyond: list[float] = field(default_factory=lambda: [1.3, 3.0], metadata=within(1))
+    beyond: list[float] = field(default_factory=lambda: [1.3, 3.0], metadata={"bounds": {"low": 1}})
     """Lengths of one sequence in multiples of the GPU's KV tokens; the longest possible sequence
     is measured for the last one."""
-    streamed_tokens: int = 34_000
+    streamed_tokens: int = number(34_000, **TOKENS)
     """Tokens by which one sequence exceeds the GPU's KV tokens, while weights are streamed too."""
-    together_sequences: int = 4
+    together_sequences: int = number(4, **TOKENS)
     """Sequences of the first of `beyond` that run at once, and one after another."""
-    together_output: int = 256
+    together_output: int = number(256, **TOKENS)
     """Output tokens of each of these sequences."""
-    prefixed_sequences: int = 16
+    prefixed_sequences: int = number(16, **TOKENS)
     """Long sequences that share a prefix and run at once."""
-    prefixed_tokens: int = 40_000
+    prefixed_tokens: int = number(40_000, **TOKENS)
     """Tokens of their prefix."""
-    prefixed_total: int = 52_000
+    prefixed_total: int = number(52_000, **TOKENS)
     """Tokens of each at its end."""
-    prefixed_output: int = 64
+    prefixed_output: int = number(64, **TOKENS)
     """Output tokens of each of these sequences."""
-    beside_times: float = field(default=2.0, metadata=within(1))
+    beside_times: float = number(2.0, low=1)
     """Length of the sequence that decodes beside fit_requests, in multiples of the GPU's KV
     tokens."""
-    steps: int = 22
+    steps: int = number(22, **TOKENS)
     """Decode steps that are timed."""
-    counter_s: float = field(default=0.0, metadata=within(0, MOST_S))
+    counter_s: float = number(0.0, low=0, high=MOST_S)
     """Seconds of decode of the longest sequence during which NVML's counter of the link is read;
     for the part long."""
 
     def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds."""
-        for item in fields(self):
-            if item.type is int:
-                value = getattr(self, item.name)
-                check_number(
-                    f"{self.node}.{item.name}", value, low=1, high=MOST_LENGTH, integer=True
-                )
-        super().check()
+        """Raise ConfigError for no lengths beyond the GPU's room, or an unknown part."""
         if not self.beyond:
-            raise ConfigError(f"{self.node}.beyond: expected some lengths, got none.")
+            raise ConfigError(f"{self.section}.beyond: expected some lengths, got none.")
         for part in self.parts:
-            check_choice(f"{self.node}.parts", part, TIERS_PARTS)
+            check_choice(f"{self.section}.parts", part, TIERS_PARTS)
 
     def scaled(self) -> "TiersScenario":
         """Return the work with `scale` applied."""
@@ -175,17 +167,17 @@ class BareScenario(Sealed):
 
 
 @dataclass(kw_only=True)
-class OverheadScenario(Bounded):
+class OverheadScenario(Sealed):
     """What the harness itself takes, with model=fake: scenarios against a bare loop in turn."""
 
-    node: ClassVar[str] = "scenario.overhead"
-    num_requests: int = field(default=64, metadata=TOKENS)
+    section: ClassVar = "scenario.overhead"
+    num_requests: int = number(64, **TOKENS)
     """Requests of each measurement."""
-    prompt_tokens: int = field(default=16, metadata=TOKENS)
+    prompt_tokens: int = number(16, **TOKENS)
     """Prompt tokens of each request."""
-    output_tokens: int = field(default=64, metadata=within(2, MOST_LENGTH))
+    output_tokens: int = number(64, low=2, high=MOST_LENGTH)
     """Output tokens of each request; they are measured with one token too."""
-    repeats: int = field(default=5, metadata=within(2, MOST_LENGTH))
+    repeats: int = number(5, low=2, high=MOST_LENGTH)
     """Repeats of each figure."""
 
 
