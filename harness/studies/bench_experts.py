@@ -14,10 +14,8 @@ from harness.studies.table import (
     Value,
     bare_of,
     decode_of,
-    engine_table,
     known,
     lacks,
-    rate_table,
     require,
     sample_of,
     step_ratio,
@@ -70,8 +68,7 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
         table.add(name, what, partial(_ended, name), least=1)
     what = "one of 131,072 tokens: step / time of its host blocks on the link"
     table.add("longest", what, _over_bound, most=MOST_OVER_BOUND)
-    lacking = lacks(found) if card else []
-    return Judged(rows=table.rows, tables=[*engine_table(found), *rate_table(found)], lacks=lacking)
+    return table.judged(lacking=lacks(found) if card else [])
 
 
 def _tokens_s(name: str, batch: int, found: Found) -> Value:

@@ -13,19 +13,15 @@ from harness.studies.table import (
     Found,
     Judged,
     LackError,
-    Row,
+    Targets,
     Value,
     counter_text,
-    engine_table,
     known,
     lacks,
-    make_row,
-    rate_table,
     require,
 )
 from reports.record.record import SAMPLE_FLOORS
 
-_Value = Callable[[Found], Value]
 CONTEXT: Final = 131_072
 """Longest context that is asked for, tokens."""
 LEAST_STREAMED_BYTES: Final = 4e9
@@ -42,80 +38,84 @@ _IN_PLACE_WORDS: Final = "step / (resident part + host KV bytes / in-place rate)
 
 def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
     """Return the rows of the points that ran, in the order of the targets."""
-    rows = _rows(found, is_default=is_default)
+    table = Targets(found, is_absolute=is_default)
+    _add_moves(table)
+    _add_long(table)
+    _add_parts(table)
+    _add_together(table)
     lacking = [text for text in lacks(found) if card or "on a GPU only" not in text]
-    return Judged(rows=rows, tables=[*engine_table(found), *rate_table(found)], lacks=lacking)
+    return table.judged(lacking=lacking)
 
 
-def _rows(found: Found, *, is_default: bool) -> list[Row]:
-    """Return the rows whose points were chosen."""
-    rows = []
-
-    def row(points: str, what: str, value: _Value, **bounds: float | None) -> None:
-        if {*points.split()} <= found.keys():
-            rows.append(make_row(what, partial(value, found), **bounds))
-
+def _add_moves(table: Targets) -> None:
+    """Add the rows of moves of blocks without an engine."""
     moves = "block moves, 16-token blocks, "
     for words, names, least in (
         ("to the host tier / copies back", ("store_gb_s", "d2h"), 0.88),
         ("from the host tier / copies host to device", ("load_gb_s", "h2d"), 0.88),
         ("both ways at once / copies both ways", ("both_gb_s", "two_way"), 0.78),
     ):
-        row("kv_bare", moves + words, partial(_moves, names), least=least)
+        table.add("kv_bare", moves + words, partial(_moves, names), least=least)
+
+
+def _add_long(table: Targets) -> None:
+    """Add the rows of one sequence that exceeds the GPU."""
     what = f"longest context that runs to its end / min({CONTEXT:,}, blocks of both tiers)"
-    row("kv_long", what, _longest, least=0.97)
+    table.add("kv_long", what, _longest, least=0.97)
     for name, times in (("1.3", 1.3), ("longest", 3.0)):
         what = f"one sequence of {times:g} times the GPU's room: {_IN_PLACE_WORDS}"
-        row("kv_long", what, partial(_beyond, name, times), most=1.10)
-    row("kv_long", _COPIED, partial(_copied, "longest", 3.0), most=1.05)
+        table.add("kv_long", what, partial(_beyond, name, times), most=1.10)
+    table.add("kv_long", _COPIED, _copied, most=1.05)
     what = "decode, at least 4 GB of KV over the link a step: bytes / step / in-place rate"
-    row("kv_long", what, _streamed_kv, least=0.90)
+    table.add("kv_long", what, _streamed_kv, least=0.90)
     what = "the longest: engine's bytes / NVML's counter of the link, calibrated"
-    row("kv_long", what, _counted, least=0.9, most=1.1)
+    table.add("kv_long", what, _counted, least=0.9, most=1.1)
+
+
+def _add_parts(table: Targets) -> None:
+    """Add the rows of what is kept, found and moved, and of what is measured beside it."""
     what = "a parked conversation: swap in and out / a turn of 128 tokens"
-    row("kv_cpu", what, _parked, most=0.05)
+    table.add("kv_cpu", what, _parked, most=0.05)
     what = "sequences of 1.3 times the GPU's room, in rounds / kv=gpu at its room: tokens/s"
-    row("kv_cpu kv_gpu", what, partial(_ratio, "rounds", "kv_cpu"), least=0.95)
+    table.add("kv_cpu kv_gpu", what, partial(_ratio, "rounds"), least=0.95)
     what = "50 requests on a 10k prefix in the host tier / kv=gpu with it resident: tokens/s"
-    row("kv_cpu kv_gpu", what, partial(_ratio, "shared", "kv_cpu"), least=0.98)
+    table.add("kv_cpu kv_gpu", what, partial(_ratio, "shared"), least=0.98)
     what = "kv=cpu where everything fits the GPU / kv=gpu: time"
-    row("kv_cpu kv_gpu", what, _fits, most=1.02)
+    table.add("kv_cpu kv_gpu", what, _fits, most=1.02)
     first = "first token behind a prefix of 8k tokens"
-    soon, computed = (0.035, 0.29) if is_default else (None, None)
-    row("kv_cpu", f"{first} in the host tier: s", _ttft_host, most=soon)
+    what = f"{first} in the host tier: s"
+    table.add("kv_cpu", what, _ttft_host, is_ratio=False, most=0.035)
     what = f"{first}: computed / found in the host tier"
-    row("kv_cpu", what, _ttft_ratio, least=6.0)
-    row("kv_cpu", f"{first}, computed: s", _ttft_computed, most=computed)
+    table.add("kv_cpu", what, _ttft_ratio, least=6.0)
+    table.add("kv_cpu", f"{first}, computed: s", _ttft_computed, is_ratio=False, most=0.29)
     what = "gaps of running sequences while such a prefix loads / without: p99"
-    row("kv_cpu", what, partial(_gaps, "loading"), most=1.2)
+    table.add("kv_cpu", what, partial(_gaps, "loading"), most=1.2)
     what = "likewise, with the step that computes the request's own tokens: p99"
-    row("kv_cpu", what, partial(_gaps, "beside"), most=1.3)
+    table.add("kv_cpu", what, partial(_gaps, "beside"), most=1.3)
     what = "decode attention alone, all blocks on the GPU / memory copy rate"
-    row("kv_bare", what, _attention, least=0.80)
+    table.add("kv_bare", what, _attention, least=0.80)
     what = "weights and KV over the link together: bytes / step / link rate"
-    row("kv_weights", what, _streamed, least=0.90)
-    _add_together(row)
-    return rows
+    table.add("kv_weights", what, _streamed, least=0.90)
 
 
-def _add_together(row: Callable[..., None]) -> None:
+def _add_together(table: Targets) -> None:
     """Add the rows of several long sequences, and of experiments."""
     what = "four sequences of 1.3 times the GPU's room at once / one after another: tokens/s"
-    row("kv_together", what, _together, least=1.0)
+    table.add("kv_together", what, _together, least=1.0)
     what = "first token of the last of them, sent while the others run / its prefill alone"
-    row("kv_together", what, _last, most=1.3)
+    table.add("kv_together", what, _last, most=1.3)
     what = "16 sequences of 52,000 tokens, 40,000 of them common: KV bytes of a step / planned"
-    row("kv_together", what, _prefixed, most=1.1)
+    table.add("kv_together", what, _prefixed, most=1.1)
     what = "32 short requests beside one of twice the GPU's room / without it: tokens/s"
-    row("kv_together", what, _beside, least=0.5)
+    table.add("kv_together", what, _beside, least=0.5)
     what = "64 conversations of 8 turns, 32 GiB of host blocks / kv=gpu: tokens/s"
-    row("multi_turn multi_turn_gpu", what, partial(_served, "multi_turn"), least=1.7)
+    table.add("multi_turn multi_turn_gpu", what, partial(_served, "multi_turn"), least=1.7)
     what = "12 prefixes of 10,000 tokens, 16 GiB of host blocks / kv=gpu: tokens/s"
-    row("shared_prefix shared_prefix_gpu", what, partial(_served, "shared_prefix"))
+    table.add("shared_prefix shared_prefix_gpu", what, partial(_served, "shared_prefix"))
     what = "parked conversations, first token of a later turn: kv=gpu / 16 GiB of host blocks"
-    row("parked parked_gpu", what, _resumed, least=1.0)
+    table.add("parked parked_gpu", what, _resumed, least=1.0)
     what = "one sequence of 54,000 tokens: time per token / predicted"
-    row("long_context", what, _context, most=1.1)
+    table.add("long_context", what, _context, most=1.1)
 
 
 def _part(found: Found, point: str, part: str) -> Figures:
@@ -182,8 +182,8 @@ def _kv_bytes(run: Figures) -> float:
     return float(run["kv_in_place_bytes"] + run["kv_copied_bytes"])
 
 
-def _copied(name: str, times: float, found: Found) -> Value:
-    run, _, over = _far_run(found, name, times)
+def _copied(found: Found) -> Value:
+    run, _, over = _far_run(found, "longest", 3.0)
     require(run["kv_copied_bytes"] > 0, "nothing was copied ahead")
     link = known(found["kv_long"].rate("h2d"), "the link's rate")
     bound_s = _kv_bytes(run) / 1e9 / link
@@ -217,9 +217,9 @@ def _parked(found: Found) -> Value:
     return f"{text}turn", far_s / near_s - 1
 
 
-def _ratio(part: str, point: str, found: Found) -> Value:
+def _ratio(part: str, found: Found) -> Value:
     """Tokens a second of an engine with a host tier over those of one without."""
-    ours, base = _part(found, point, part), _part(found, "kv_gpu", part)
+    ours, base = _part(found, "kv_cpu", part), _part(found, "kv_gpu", part)
     more = _EXTRAS[part](ours)
     rates = [figures["output_tokens"] / figures["wall_s"] for figures in (ours, base)]
     return f"{rates[0]:.0f} against {rates[1]:.0f} tokens/s ({more})", rates[0] / rates[1]

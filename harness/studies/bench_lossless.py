@@ -17,14 +17,12 @@ from harness.studies.table import (
     Value,
     bare_of,
     decode_of,
-    engine_table,
     known,
     lacks,
     link_share,
     make_row,
     moved_bytes,
     prompt_ratio,
-    rate_table,
     require,
     sample_of,
     step_ms,
@@ -72,7 +70,7 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
     _other_rows(table)
     _token_rows(table)
     lacking = [text for text in lacks(found) if card or "on a GPU only" not in text]
-    return Judged(rows=table.rows, tables=[*engine_table(found), *rate_table(found)], lacks=lacking)
+    return table.judged(lacking=lacking)
 
 
 def _small_rows(table: Targets) -> None:

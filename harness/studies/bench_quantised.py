@@ -7,11 +7,9 @@ from harness.studies.table import (
     Found,
     Judged,
     Targets,
-    engine_table,
     lacks,
     link_share,
     prompt_ratio,
-    rate_table,
     step_ratio,
 )
 
@@ -51,5 +49,4 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
             what = f"{table.title(name)}, batch {batch}: bytes / step time / {words} rate"
             value = partial(link_share, name, rate, batch)
             table.add(name, what, value, batch=batch, least=least)
-    lacking = lacks(found) if card else []
-    return Judged(rows=table.rows, tables=[*engine_table(found), *rate_table(found)], lacks=lacking)
+    return table.judged(lacking=lacks(found) if card else [])

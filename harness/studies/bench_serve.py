@@ -7,11 +7,10 @@ from harness.studies.table import (
     Found,
     Judged,
     LackError,
-    Row,
+    Targets,
     Value,
     known,
     lacks,
-    make_row,
     require,
 )
 
@@ -26,33 +25,15 @@ LEAST_STREAM_TOK_S: Final = 10.0
 
 def judge(found: Found, **_: object) -> Judged:
     """Return the rows of the points that ran."""
-    rows: list[Row] = []
-    if {"full_alone", "full_http"} <= found.keys():
-        rows.append(
-            make_row(
-                "output tokens/s, 64 at once: through HTTP / alone",
-                partial(_share, found),
-                least=LEAST_SHARE,
-            )
-        )
-    if {"rate_alone", "rate_http"} <= found.keys():
-        rows += [
-            make_row(
-                f"TTFT {name} at 50 requests/s: ms that HTTP adds",
-                partial(_added, found, name),
-                most=most,
-            )
-            for name, most in MOST_ADDED_MS.items()
-        ]
-    if "streams_http" in found:
-        rows.append(
-            make_row(
-                f"{STREAMS} streams: output tokens/s of each",
-                partial(_of_each, found),
-                least=LEAST_STREAM_TOK_S,
-            )
-        )
-    return Judged(rows=rows, lacks=lacks(found))
+    table = Targets(found, is_absolute=True)
+    what = "output tokens/s, 64 at once: through HTTP / alone"
+    table.add("full_alone full_http", what, _share, least=LEAST_SHARE)
+    for name, most in MOST_ADDED_MS.items():
+        what = f"TTFT {name} at 50 requests/s: ms that HTTP adds"
+        table.add("rate_alone rate_http", what, partial(_added, name), most=most)
+    what = f"{STREAMS} streams: output tokens/s of each"
+    table.add("streams_http", what, _of_each, least=LEAST_STREAM_TOK_S)
+    return Judged(rows=table.rows, lacks=lacks(found))
 
 
 def _metric(found: Found, point: str, name: str) -> float:
@@ -72,7 +53,7 @@ def _share(found: Found) -> Value:
     return f"{http:,.0f} of {alone:,.0f} tokens/s", http / alone
 
 
-def _added(found: Found, statistic: str) -> Value:
+def _added(statistic: str, found: Found) -> Value:
     alone, http = _pair(found, "rate", f"serve/ttft_ms/{statistic}")
     return f"{http:.2f} ms, alone {alone:.2f} ms", http - alone
 

@@ -193,6 +193,11 @@ class Targets:
         held = bounds if is_ratio or self._is_absolute else {}
         self.rows.append(make_row(what, partial(value, self.found), **held))
 
+    def judged(self, *, lacking: list[str]) -> Judged:
+        """Return the rows, with how each engine was built and the rates beside it as tables."""
+        tables = [*engine_table(self.found), *rate_table(self.found)]
+        return Judged(rows=self.rows, tables=tables, lacks=lacking)
+
 
 def sample_of(found: Found, name: str, part: str) -> Figures:
     """Return the figures of a part of a point's scenario; LackError where it has none."""
