@@ -152,7 +152,9 @@ def test_banks_take_what_is_left_and_no_more(tmp_path: Path, quantize: str | Non
     for _ in range(2):
         assert greedy(llm, LARGE_PROMPTS, 24) == expected
     memory = llm.memory()
-    assert memory["gpu_peak_bytes"] <= memory["gpu_budget_bytes"]
+    planned = llm.plan.gpu_items["runtime"] + llm.plan.gpu_items["graphs"]
+    others = max(0, llm.engine.device._outside_bytes() - planned)  # modules of other tests
+    assert memory["gpu_peak_bytes"] - others <= memory["gpu_budget_bytes"]
     hits, misses = counts(llm).sum(0)
     assert hits > 0
     assert misses > 0
