@@ -24,7 +24,7 @@ from harness.config.schema import SweepContext, TrackingConfig
 from harness.observe.host import start_ticks
 from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts, Tracker
 from harness.work.kv import kv_series
-from reports.record.metrics import Place, shown
+from reports.record.metrics import Place, found, metric_text, shown
 from reports.record.record import RunRecord
 from reports.record.text import LOCAL, SWEEPS, experiment_page, runs_search
 
@@ -79,10 +79,11 @@ _KIND: Final = "mlflow.experimentKind"
 """Tag by which MLflow shows runs, not traces, first."""
 READING: Final = (
     "Each run is one point; points of a sweep, a comparison or a study lie below a parent run. "
-    "Its description has the table and the best point. Metrics are those of the tables; all others "
-    "of a run are in its artifacts (`metrics.csv`, `result.json`), with the report as HTML. "
-    "`latency/...` are of requests alone, `throughput/...` of a queue, `ts/...` over time. A run "
-    "whose tag `harness.valid` is false does not count; `harness.status` says how it ended."
+    "Its description has the table and the best point. `headline/...` repeats the metrics of that "
+    "table, so that they come first; `latency/...` are of requests alone, `throughput/...` of a "
+    "queue, `system/...` over time (tab System metrics). All other metrics of a run are in its "
+    "artifacts (`metrics.csv`, `result.json`), with the report as HTML. A run whose tag "
+    "`harness.valid` is false does not count; `harness.status` says how it ended."
 )
 """Description of an experiment."""
 _SHARED: Final = ("config.yaml", "result.json", "report.html", "report.md")
@@ -108,21 +109,21 @@ _T = TypeVar("_T")
 _MAX_BATCH: Final = 1000
 _MAX_PARAM_BATCH: Final = 100
 _TS_FIELDS: Final = {
-    "tokens_s": "ts/output_tok_s",
-    "output_tokens": "ts/output_tokens",
-    "requests_done": "ts/requests_done",
-    "expert_hit_share": "ts/expert_hit_share",
-    "rss_bytes": "ts/host_rss_bytes",
-    "pinned_bytes": "ts/host_pinned_bytes",
-    "host_available_bytes": "ts/host_available_bytes",
-    "host_swap_used_bytes": "ts/host_swap_used_bytes",
-    "gpu_used_bytes": "ts/gpu_used_bytes",
-    "gpu_power_w": "ts/gpu_power_w",
-    "gpu_sm_clock_mhz": "ts/gpu_sm_clock_mhz",
-    "gpu_temperature_c": "ts/gpu_temperature_c",
-    "gpu_busy_pct": "ts/gpu_busy_pct",
-    "pcie_rx_gb_s": "ts/pcie_rx_gb_s",
-    "pcie_tx_gb_s": "ts/pcie_tx_gb_s",
+    "tokens_s": "system/output_tok_s",
+    "output_tokens": "system/output_tokens",
+    "requests_done": "system/requests_done",
+    "expert_hit_share": "system/expert_hit_share",
+    "rss_bytes": "system/host_rss_bytes",
+    "pinned_bytes": "system/host_pinned_bytes",
+    "host_available_bytes": "system/host_available_bytes",
+    "host_swap_used_bytes": "system/host_swap_used_bytes",
+    "gpu_used_bytes": "system/gpu_used_bytes",
+    "gpu_power_w": "system/gpu_power_w",
+    "gpu_sm_clock_mhz": "system/gpu_sm_clock_mhz",
+    "gpu_temperature_c": "system/gpu_temperature_c",
+    "gpu_busy_pct": "system/gpu_busy_pct",
+    "pcie_rx_gb_s": "system/pcie_rx_gb_s",
+    "pcie_tx_gb_s": "system/pcie_tx_gb_s",
 }
 
 
@@ -140,22 +141,16 @@ class MlflowTracker(Tracker):
         self._started_s = 0.0
 
     def open(self) -> None:
-        """Connect; create the database and the experiment when absent; repair stale runs.
-
-        Processes that start at once take turns here: concurrent migrations of a new SQLite file
-        fail.
-        """
+        """Connect; create the database and the experiment when absent; repair stale runs."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger("urllib3").setLevel(logging.ERROR)  # it announces every retry
         # It prints the traceback of what it raises, which becomes a warning here.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-        with self._only_one():
-            self._make_database()
+        prepare_store(self._uri, self._home, self._experiment)
+        with only_one(self._home):
             self._client = MlflowClient(tracking_uri=self._uri)
             found = self._client.get_experiment_by_name(self._experiment)
             if found is None:
@@ -171,32 +166,9 @@ class MlflowTracker(Tracker):
                 self._client.set_experiment_tag(self._experiment_id, _NOTE, READING)
             self._repair()
 
-    def _make_database(self) -> None:
-        """Create an SQLite file that is absent, with MLflow's own experiment beside its files.
-
-        A client would put that experiment's files into the folder of the first command. The file
-        has its name when it is complete: a creation that was killed cannot be gone on with. One
-        that was moved gets its files' addresses corrected.
-        """
-        path = sqlite_path(self._uri)
-        if path is None or self._artifacts is None:
-            return
-        if path.exists():
-            follow_store(path, self._artifacts, self._experiment)
-            return
-        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.unfinished")
-        for file in path.parent.glob(f"{unfinished.name}*"):  # and its journal
-            file.unlink()
-        store = SqlAlchemyStore(f"sqlite:///{unfinished}", self._artifacts)  # type: ignore[no-untyped-call]
-        store.engine.dispose()
-        unfinished.replace(path)
-
     def start_sweep(self, sweep: SweepContext) -> None:
         """Create the sweep's run with status RUNNING."""
-        with self._only_one():
+        with only_one(self._home):
             self._sweep_run(sweep, {})
 
     def start_point(self, point: PointFacts) -> None:
@@ -205,7 +177,7 @@ class MlflowTracker(Tracker):
 
         tags = {**point.tags, **_own_tags(), "harness.run_id": point.run_id}
         if point.sweep is not None:
-            with self._only_one():
+            with only_one(self._home):
                 parent = self._sweep_run(point.sweep, point.tags)
             sweep_id = point.sweep.sweep_id
             tags |= {"harness.sweep_id": sweep_id, SWEEPS: sweep_id, "mlflow.parentRunId": parent}
@@ -218,7 +190,7 @@ class MlflowTracker(Tracker):
             client.log_batch(self._run_id, params=batch)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append the rows as time series `ts/...`; the step is milliseconds since the start."""
+        """Append the rows as time series `system/...`; the step is milliseconds since the start."""
         from mlflow.entities import Metric
 
         if self._run_id is None:
@@ -260,7 +232,7 @@ class MlflowTracker(Tracker):
             return
         if point.sweep is None:
             return
-        with self._only_one():
+        with only_one(self._home):
             self._sweep_run(point.sweep, point.tags)
         tags, run_id = found[0].data.tags, found[0].info.run_id
         before = tags.get(SWEEPS, tags.get("harness.sweep_id", ""))
@@ -269,7 +241,7 @@ class MlflowTracker(Tracker):
     def finish_sweep(self, sweep: SweepFacts) -> None:
         """Log the sweep's files and end its run."""
         client = self._open_client()
-        with self._only_one():
+        with only_one(self._home):
             run_id = self._sweep_run(sweep.context, {})
         try:
             for status, count in sweep.counts.items():
@@ -310,12 +282,6 @@ class MlflowTracker(Tracker):
             raise RuntimeError("tracking: open() comes first.")
         return self._client
 
-    @contextmanager
-    def _only_one(self) -> Iterator[None]:
-        self._home.mkdir(parents=True, exist_ok=True)
-        with FileLock(self._home / f"{DATABASE_NAME}.lock"):
-            yield
-
     def _sweep_run(self, sweep: SweepContext, tags: Mapping[str, str]) -> str:
         """Return the id of the sweep's run, created when absent; under the lock."""
         client, sweep_id = self._open_client(), sweep.sweep_id
@@ -339,11 +305,11 @@ class MlflowTracker(Tracker):
         now_ms = int(time.time() * 1e3)
         metrics = [
             Metric(name, float(value), now_ms, 0)
-            for name, value in headline(record.metrics).items()
+            for name, value in logged(record.metrics).items()
             if value is not None and _is_finite(value)
         ]
         metrics += [
-            Metric(f"ts/{name}", value, now_ms, round(1e3 * time_s))
+            Metric(f"system/{name}", value, now_ms, round(1e3 * time_s))
             for name, time_s, value in kv_series(record.samples.get("kv"))
         ]
         tags = {
@@ -400,14 +366,57 @@ def store_uri(config: TrackingConfig, home: Path) -> str:
     return config.uri or f"sqlite:///{home / DATABASE_NAME}"
 
 
-def headline(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the metrics that tables and summaries show, in their order, with their intervals."""
+@contextmanager
+def only_one(home: Path) -> Iterator[None]:
+    """Let one process at a time change what all of them share in the store."""
+    home.mkdir(parents=True, exist_ok=True)
+    with FileLock(home / f"{DATABASE_NAME}.lock"):
+        yield
+
+
+def prepare_store(uri: str, home: Path, experiment: str) -> None:
+    """Create an SQLite file that is absent, with MLflow's own experiment beside its files.
+
+    A client would put that experiment's files into the folder of the first command. The file
+    has its name when it is complete: a creation that was killed cannot be gone on with. One
+    that was moved gets its files' addresses corrected. Processes that start at once take turns:
+    concurrent migrations of a new file fail.
+    """
+    path, artifacts = sqlite_path(uri), artifact_root(uri, home)
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if path is None or artifacts is None:
+        return
+    with only_one(home):
+        if path.exists():
+            follow_store(path, artifacts, experiment)
+            return
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        for file in path.parent.glob(f"{unfinished.name}*"):  # and its journal
+            file.unlink()
+        store = SqlAlchemyStore(f"sqlite:///{unfinished}", artifacts)  # type: ignore[no-untyped-call]
+        store.engine.dispose()
+        unfinished.replace(path)
+
+
+def logged(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the metrics that tables and summaries show, in their order, with their intervals.
+
+    Those of a sweep's table come twice, first as `headline/...`: MLflow orders charts by name.
+    """
+    first = {
+        f"headline/{metric.name.replace('/', '_')}": metrics[metric.name]
+        for metric in found("sweep", [metrics])
+    }
     shown_in: tuple[Place, ...] = ("summary", "card", "sweep", "best", "ab", "compare")
     bases = dict.fromkeys(metric.name for place in shown_in for metric in shown(place))
     ends = ("", "/mean", "/p50", "/ci95_low", "/ci95_high")
     names = [f"{base}{end}" for base in bases for end in ends]
     names += [name for name in metrics if name.startswith("ab/")]
-    return {name: metrics[name] for name in dict.fromkeys(names) if name in metrics}
+    return first | {name: metrics[name] for name in dict.fromkeys(names) if name in metrics}
 
 
 def without_links(page: str) -> str:
@@ -460,6 +469,10 @@ def note(record: RunRecord) -> str:
     if record.error is not None:
         lines.append(f"{record.error['type']}: {record.error['message']}")
     lines += [f"- {reason}" for reason in record.reasons]
+    lines += [
+        f"- {metric.label}: {metric_text(metric.name, record.metrics[metric.name])}"
+        for metric in found("sweep", [record.metrics])
+    ]
     return "\n\n".join(lines)
 
 

@@ -120,8 +120,7 @@ def experiment_page(
     query = {"workflowType": "machine_learning"}
     if is_chart:
         query["compareRunsMode"] = "CHART"
-    if search:
-        query["searchFilter"] = search
+    query["searchFilter"] = search  # empty too: the page would keep the search of its last visit
     if is_chart:
         # Sorted by time, points are folded into their sweep, and its charts lack them.
         query |= {"orderByKey": "tags.`mlflow.runName`", "orderByAsc": "true"}

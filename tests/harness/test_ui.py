@@ -13,12 +13,11 @@ def served(monkeypatch):
     return found
 
 
-def test_the_database_of_the_home_is_shown(tmp_path, monkeypatch, served):
+def test_the_database_of_the_home_is_shown(tmp_path, monkeypatch, served, capsys):
     home = tmp_path / "home"
     monkeypatch.setenv("TIGHTFIT_HOME", str(home))
     assert ui.main([]) == 0
-    store, root = f"sqlite:///{home}/mlflow.db", (home / "artifacts").as_uri()
-    assert served == [(store, root, "127.0.0.1", 5000, "tightfit")]
+    assert served == [(f"sqlite:///{home}/mlflow.db", home, "127.0.0.1", 5000, "tightfit")]
+    assert "so its database is made first" in capsys.readouterr().err
     ui.main(["--store", "sqlite:////data/runs.db", "--port", "5001"])
-    assert served[1][:2] == ("sqlite:////data/runs.db", "file:///data/artifacts")
-    assert served[1][3] == 5001
+    assert served[1] == ("sqlite:////data/runs.db", home, "127.0.0.1", 5001, "tightfit")

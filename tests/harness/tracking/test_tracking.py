@@ -21,7 +21,7 @@ from harness.point.describe import flat_params
 from harness.point.point import run_point, skip_point
 from harness.sweep.track import finish_sweep, sweep_note
 from harness.tracking.base import GuardedTracker, PointFacts, SweepFacts, Tracker
-from harness.tracking.mlflow import MlflowTracker, open_tracker
+from harness.tracking.mlflow import MlflowTracker, open_tracker, prepare_store
 from reports.record.record import RunRecord
 from tests.harness.cases import fake_command, run_config, scenario
 from tests.harness.fakes import Script
@@ -153,18 +153,20 @@ def test_a_point_is_mirrored(tmp_path, request, client):
     assert tags["harness.run_id"] == record.run_id
     assert len(tags["harness.config_hash"]) == 64
     assert tags["mlflow.note.content"].startswith("**ok**")
+    assert "- TTFT p50: 500.0 ms" in tags["mlflow.note.content"]
     params = mirrored.data.params
     assert params.keys() == flat_params(config).keys()
     assert (params["model"], params["offload"], params["engine.seed"]) == ("tiny", "none", "0")
     metrics = mirrored.data.metrics
     assert metrics["latency/ttft_ms/p50"] == pytest.approx(500)
     assert "latency/ttft_ms/p90" not in metrics
-    assert metrics["ts/requests_done"] == 11
+    assert metrics["headline/latency_ttft_ms_p50"] == metrics["latency/ttft_ms/p50"]
+    assert min(metrics).startswith("headline/")
+    assert metrics["system/requests_done"] == 11
     # What no table shows is in the artifacts.
     assert "latency/ttft_ms/std" not in metrics
     assert record.metrics["latency/ttft_ms/std"] is not None
-    assert min(metrics) < "ts/" < min(name for name in metrics if name.startswith("ts/"))
-    assert metrics["ts/kv_gpu_used_gib"] > 0
+    assert metrics["system/kv_gpu_used_gib"] > 0
     names = {item.path for item in client.list_artifacts(mirrored.info.run_id)}
     assert {"config.yaml", "result.json", "worker.log", "samples.jsonl"} <= names
     artifact = (
@@ -266,13 +268,14 @@ def test_a_database_whose_creation_was_killed_is_made_anew(tmp_path, monkeypatch
             self.file.write_text("complete")
 
     monkeypatch.setattr("mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore", Store)
-    tracker, database, is_complete = MlflowTracker(TrackingConfig(), tmp_path), "mlflow.db", False
+    database, is_complete = "mlflow.db", False
+    asked = (f"sqlite:///{tmp_path / database}", tmp_path, "tightfit")
     with pytest.raises(KeyboardInterrupt):
-        tracker._make_database()
+        prepare_store(*asked)
     assert not (tmp_path / database).exists()
     is_complete = True
-    tracker._make_database()
-    assert [file.name for file in tmp_path.iterdir()] == [database]
+    prepare_store(*asked)
+    assert {file.name for file in tmp_path.iterdir()} == {database, f"{database}.lock"}
     assert (tmp_path / database).read_text() == "complete"
 
 
@@ -375,13 +378,15 @@ def test_a_sweep_with_points_that_do_not_fit_is_whole(tmp_path, request, client,
 def test_the_view_command_opens_the_runs(home):
     page = "http://127.0.0.1:5000/#/experiments"
     command = MlflowTracker(TrackingConfig(), home).view_command()
-    assert command == (f"tightfit ui    # then {page}?workflowType=machine_learning")
+    assert command == (f"tightfit ui    # then {page}?workflowType=machine_learning&searchFilter=")
     other = f"sqlite:///{home}/my runs/runs.db"
     tracker = MlflowTracker(TrackingConfig(uri=other), home)
     words = shlex.split(tracker.view_command(), comments=True)
     assert words == ["tightfit", "ui", "--store", other]
     tracker._experiment_id = "3"
-    assert tracker.view_command().endswith(f"{page}/3/runs?workflowType=machine_learning")
+    assert tracker.view_command().endswith(
+        f"{page}/3/runs?workflowType=machine_learning&searchFilter="
+    )
     remote = MlflowTracker(TrackingConfig(uri="http://server:1/"), home)
     remote._experiment_id = "3"
     assert remote.view_command("s-1") == (
@@ -444,7 +449,10 @@ def test_the_server_runs_in_this_process_and_says_where_it_answers(tmp_path, mon
     monkeypatch.setattr("mlflow.MlflowClient", Client)
     for name in ("_MLFLOW_SERVER_FILE_STORE", "_MLFLOW_SERVER_ARTIFACT_ROOT", *ui.ENVIRONMENT):
         monkeypatch.setenv(name, os.environ.get(name, "false"))
-    ui.serve("sqlite:///a.db", "file:///artifacts", "127.0.0.1", 5005, "tightfit")
+    prepared = []
+    monkeypatch.setattr(ui, "prepare_store", lambda *asked: prepared.append(asked))
+    ui.serve("sqlite:///a.db", tmp_path, "127.0.0.1", 5005, "tightfit")
+    assert prepared == [("sqlite:///a.db", tmp_path, "tightfit")]
     said = capsys.readouterr().err
-    page = "http://127.0.0.1:5005/#/experiments/7/runs?workflowType=machine_learning"
+    page = "http://127.0.0.1:5005/#/experiments/7/runs?workflowType=machine_learning&searchFilter="
     assert f"MLflow answers: {page}\n" in said
