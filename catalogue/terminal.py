@@ -1,8 +1,12 @@
 """What the user sees: exit codes, errors, lines, tables as wide as their content."""
 
+import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, Final
+
+from engine.lines import WIDTH, by_words
 
 EXIT_OK: Final = 0
 """Every point has status ok."""
@@ -52,21 +56,87 @@ def show(lines: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
-    """Return the rows as lines of text, their columns two blanks apart.
+def columns(
+    rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), has_paths: bool = False
+) -> list[str]:
+    """Return the rows as lines of text as wide as the terminal, their columns two blanks apart.
 
-    A header is a row. Cells of the columns in `left` begin at one place; others end at one.
+    A header is a row. Cells of the columns in `left` begin at one place, and are wrapped by words
+    where lines would be too long; others end at one place. Columns for which that is not enough
+    follow as another table, behind the first column. With `has_paths`, or a word that is too long
+    for any of that, lines are as wide as their content.
     """
     if not rows:
         return []
+    from rich.cells import cell_len  # noqa: PLC0415  for tables alone
+
+    by_column = list(enumerate(zip(*rows, strict=True)))
+    most = [max(map(cell_len, cells)) for _, cells in by_column]
+    least = [
+        max(cell_len(part) for cell in cells for part in _wrapped(cell, 1, index))
+        if index in left
+        else most[index]
+        for index, cells in by_column
+    ]
+    room = _terminal_width() - len(_INDENT)
+    if has_paths or any(least[0] + len(_GAP) + each > room for each in least[1:]):
+        room = sum(most) + len(_GAP) * len(most)
+    lines: list[str] = []
+    for shown in _tables(least, room):
+        wide = _narrowed({index: most[index] for index in shown}, least, room)
+        lines += [""] if lines else []
+        lines += [line for row in rows for line in _row_lines(row, wide, left)]
+    return lines
+
+
+_GAP: Final = "  "
+
+
+def _terminal_width() -> int:
+    """Return the width of the terminal; WIDTH of a narrower one, and where there is none."""
+    try:
+        return max(WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns)
+    except (OSError, ValueError):  # a file, or none
+        return WIDTH
+
+
+def _tables(least: Sequence[int], room: int) -> list[list[int]]:
+    """Return which columns each table has: all in one, or as many as fit behind the first."""
+    first, *others = range(len(least))
+    tables = [[first]]
+    for index in others:
+        if sum(least[each] + len(_GAP) for each in tables[-1]) + least[index] > room:
+            tables.append([first])
+        tables[-1].append(index)
+    return tables
+
+
+def _narrowed(wide: dict[int, int], least: Sequence[int], room: int) -> dict[int, int]:
+    """Return widths by column with the widest that can be wrapped narrowed until lines fit."""
+    wide = dict(wide)
+    excess = sum(wide.values()) + len(_GAP) * (len(wide) - 1) - room
+    for _ in range(excess):
+        index = max(wide, key=lambda each: wide[each] * (wide[each] > least[each]))
+        wide[index] -= wide[index] > least[index]
+    return wide
+
+
+def _wrapped(cell: str, width: int, index: int) -> list[str]:
+    """Return a cell as lines; in the first column, which has names, later ones are indented."""
+    return by_words(cell, width, _INDENT if index == 0 else "")
+
+
+def _row_lines(row: Sequence[str], wide: dict[int, int], left: Collection[int]) -> Iterator[str]:
+    """Yield the lines of a row."""
     from rich.cells import cell_len, set_cell_size  # noqa: PLC0415  for tables alone
 
-    widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = (
-            set_cell_size(cell, width) if index in left else " " * (width - cell_len(cell)) + cell
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append((_INDENT + "  ".join(cells)).rstrip())
-    return lines
+    cells = [
+        _wrapped(row[index], width, index) if index in left else [row[index]]
+        for index, width in wide.items()
+    ]
+    for parts in zip_longest(*cells, fillvalue=""):
+        texts = [
+            set_cell_size(part, width) if index in left else " " * (width - cell_len(part)) + part
+            for part, (index, width) in zip(parts, wide.items(), strict=True)
+        ]
+        yield (_INDENT + _GAP.join(texts)).rstrip()

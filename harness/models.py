@@ -101,7 +101,7 @@ def _table(config_dir: Path | None) -> list[str]:
         spec = model.spec
         weights = "-" if spec is None else f"{spec.num_parameters / 1e9:.2f}"
         rows.append((model.name, found.kind, size, weights, _source(model)))
-    return columns(rows, left={0, 1, 4})
+    return columns(rows, left={0, 1, 4}, has_paths=True)
 
 
 def _source(model: Model) -> str:
@@ -129,7 +129,10 @@ def _described(model: Model) -> list[str]:
         ("longest sequence", f"{spec.max_position_embeddings:,} tokens"),
         ("KV of a token", f"{spec.kv_bytes_per_token() / 1024:.1f} KiB"),
     ]
-    return [*columns(rows, left={0, 1}), *(f"  note: {note}" for note in folder.notes)]
+    return [
+        *columns(rows, left={0, 1}, has_paths=True),
+        *(f"  note: {note}" for note in folder.notes),
+    ]
 
 
 def pack(arguments: Sequence[str], prog: str) -> int:

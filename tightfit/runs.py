@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from catalogue.files import expanded, tightfit_home
 from catalogue.terminal import EXIT_OK, columns, say, show
 from engine.errors import ConfigError, did_you_mean
-from engine.plan.answer import wrapped
+from engine.lines import wrapped
 
 if TYPE_CHECKING:
     from reports.compare import Run

@@ -192,7 +192,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 row["source"],
             )
         )
-    return columns(found, left={0, 1, 5, 6})
+    return columns(found, left={0, 1, 5, 6}, has_paths=True)
 
 
 def _catalogue_table(entries: Sequence[Entry]) -> list[str]:
@@ -203,7 +203,7 @@ def _catalogue_table(entries: Sequence[Entry]) -> list[str]:
         size = f"{found.num_bytes / GIB:.2f}" if found.num_bytes else "-"
         weights = "-" if spec is None else f"{spec.num_parameters / 1e9:.2f}"
         rows.append((entry.name, found.kind, size, weights, _source(entry)))
-    return columns(rows, left={0, 1, 4})
+    return columns(rows, left={0, 1, 4}, has_paths=True)
 
 
 def _source(entry: Entry) -> str:
@@ -262,7 +262,10 @@ def _show(chosen: argparse.Namespace) -> Iterator[Answer]:
         ("folder", str(found.path or "-")),
         *_sizes(folder.spec, folder.spec.weight_bytes()),
     ]
-    lines = [*columns(rows, left={0, 1}), *(f"  note: {note}" for note in folder.notes)]
+    lines = [
+        *columns(rows, left={0, 1}, has_paths=True),
+        *(f"  note: {note}" for note in folder.notes),
+    ]
     yield Answer(lines, _plain_entry(entry) | {"spec": asdict(folder.spec), "notes": folder.notes})
 
 
@@ -300,7 +303,7 @@ def _described(registry: "Registry", row: "Model", card: str | None) -> Answer:
             each.to_dict() for each in registry.results.comparisons(row.id, limit=LAST)
         ],
     }
-    lines = columns(rows, left={0, 1})
+    lines = columns(rows, left={0, 1}, has_paths=True)
     if card is not None:
         proposal = registry.models.plan(row, profile_of(row).settings, card=card)
         lines, plain = [*lines, "", *proposal.lines], plain | {"plan": asdict(proposal)}

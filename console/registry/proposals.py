@@ -19,9 +19,9 @@ from engine.asked.keywords import keywords_of
 from engine.asked.kv import KVConfig
 from engine.device.machine import Machine, machine_of
 from engine.errors import CapacityError, ConfigError
+from engine.lines import wrapped
 from engine.model.facts import read_unpackable
 from engine.model.spec import ModelSpec
-from engine.plan.answer import wrapped
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import answer, plan_memory
 from engine.plan.times import CONTEXT_TOKENS, shape_of

@@ -5,7 +5,6 @@ that was made. Pure arithmetic, no torch.
 """
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -14,6 +13,7 @@ from typing import Any, Final
 from engine.asked.config import EngineConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
+from engine.lines import LABEL, WIDTH, by_words, labelled, wrapped
 from engine.plan.advise import (
     LOSSLESS_WORDS,
     auto_fits,
@@ -47,8 +47,6 @@ from engine.plan.times import CONTEXT_TOKENS, decode_step_s, shape_of
 from engine.plan.weight_format import in_codes
 from engine.sealed import GIB, yaml_text
 
-WIDTH: Final = 80
-"""Characters of a line; words that are longer stand alone."""
 WORTH: Final = 1.02
 """How much faster other settings must be predicted to be to be shown."""
 GROUP: Final = 8
@@ -149,7 +147,6 @@ def rate(tokens_s: float) -> str:
     return f"{tokens_s:,.0f}" if tokens_s >= 99.95 else f"{tokens_s:#.3g}"
 
 
-_LABEL: Final = 11
 _GAP: Final = 2
 _LEAST_EFFECT: Final = 16
 
@@ -159,39 +156,16 @@ def row_lines(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     longest = max(len(word) for _, settings, _, _ in rows for word in settings.split())
-    widths = [_LABEL, longest + _GAP, max(len(row[2]) for row in rows) + _GAP]
+    widths = [LABEL, longest + _GAP, max(len(row[2]) for row in rows) + _GAP]
     widths.append(max(_LEAST_EFFECT, WIDTH - sum(widths)))
     lines = []
     for row in rows:
-        cells = [_wrap(cell, width) for cell, width in zip(row, (99, *widths[1:]), strict=True)]
+        sizes = (WIDTH, *(width - _GAP for width in widths[1:]))
+        cells = [by_words(cell, size) for cell, size in zip(row, sizes, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
             padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
             lines.append("".join(padded).rstrip())
     return lines
-
-
-def labelled(label: str, text: str, end: str = "") -> list[str]:
-    """Return a text behind a label, wrapped by words; `end` stands at lines that go on."""
-    width = WIDTH - _LABEL - len(end)
-    parts = _wrap(text, width + _GAP)
-    ends = [end] * (len(parts) - 1) + [""]
-    heads = [label, *[""] * (len(parts) - 1)]
-    return [
-        f"{head:<{_LABEL}}{part}{last}" for head, part, last in zip(heads, parts, ends, strict=True)
-    ]
-
-
-def wrapped(text: str, indent: str = "") -> list[str]:
-    """Return a text as lines of at most WIDTH characters, wrapped by words."""
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, max(1, width - _GAP), break_long_words=False, break_on_hyphens=False
-    ) or [""]
 
 
 # Refusals.

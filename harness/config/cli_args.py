@@ -2,8 +2,7 @@
 
 import argparse
 import re
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Final, NoReturn
@@ -11,6 +10,7 @@ from typing import Final, NoReturn
 from catalogue.files import CONF, tightfit_home
 from engine.asked.keywords import keywords_of
 from engine.errors import ConfigError, closest, did_you_mean
+from engine.lines import WIDTH, by_words, wrapped
 from engine.sealed import Setting, describe_type, settings, yaml_text
 from harness.config.schema import GROUPS, RunConfig
 
@@ -96,10 +96,11 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 _USAGE: Final = """\
 usage: tightfit run [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
 
-Composes one configuration, builds the engine from it, runs the scenario in a process of its own
-and records what was measured. `tightfit plan` is mode=plan, `ab` is scenario=ab, and `sweep` is -m;
-their settings and options are the same.
-model=x, +model=x and ++model=x are the same; of one key given twice, the later one holds.
+Composes one configuration, builds the engine from it, runs the scenario in a
+process of its own and records what was measured. `tightfit plan` is mode=plan,
+`ab` is scenario=ab, and `sweep` is -m; their settings and options are the same.
+model=x, +model=x and ++model=x are the same; of one key given twice, the later
+one holds.
 """
 COMMANDS: Final = {
     "plan": (
@@ -128,20 +129,19 @@ COMMANDS: Final = {
     ),
 }
 """Command -> what it does, keys of its own, and settings of examples with what they are for."""
-_WIDTH: Final = 100
-_EXAMPLES: Final = """\
-examples:
-  tightfit run                                        the demo model, whatever hardware is here
-  tightfit plan +model=olmo7b gpu=rtx4080_16gb        what fits and how fast it will be, no run
-  tightfit run +model=olmo7b offload=uva              a 7B model, 8 GiB of it in host memory
-  tightfit run +model=olmo7b gpu=rtx4080_16gb offload=auto   the best placement is chosen
-  tightfit run +model=olmo7b model.load_format=dummy  random weights, no download
-  tightfit sweep offload=none,uva,prefetch gpu=rtx4080_16gb,rtx4090_24gb
-  tightfit ab +model=olmo7b 'ab.a=[offload=uva]' 'ab.b=[offload=prefetch]'   two settings in turns
-  tightfit run +experiment=smoke                      a file that holds all choices
-  tightfit run +model=olmo7b --cfg job                what a run would be asked, no run
-  tightfit run --config-dir ~/mine +model=mine        your files beside those of conf/
-"""
+_EXAMPLES: Final = {
+    "run": "the demo model, whatever hardware is here",
+    "plan +model=olmo7b gpu=rtx4080_16gb": "what fits and how fast it will be, no run",
+    "run +model=olmo7b offload=uva": "a 7B model, 8 GiB of it in host memory",
+    "run +model=olmo7b gpu=rtx4080_16gb offload=auto": "the best placement is chosen",
+    "run +model=olmo7b model.load_format=dummy": "random weights, no download",
+    "sweep offload=none,uva,prefetch gpu=rtx4080_16gb,rtx4090_24gb": "6 points",
+    "ab +model=olmo7b 'ab.a=[offload=uva]' 'ab.b=[offload=prefetch]'": "two settings in turns",
+    "run +experiment=smoke": "a file that holds all choices",
+    "run +model=olmo7b --cfg job": "what a run would be asked, no run",
+    "run --config-dir ~/mine +model=mine": "your files beside those of conf/",
+}
+"""Words behind `tightfit` -> what they are for."""
 _SETTINGS_TITLE: Final = """\
 # Settings
 
@@ -204,10 +204,10 @@ def settings_page() -> str:
 
 
 def _table(title: str, rows: dict[str, str]) -> Iterator[str]:
-    yield f"{title}:"
+    yield from wrapped(f"{title}:", indent="  ")
     width = max(len(name) for name in rows) + 2
     for name, text in rows.items():
-        lines = textwrap.wrap(text, _WIDTH - width - 2) or [""]
+        lines = by_words(text, WIDTH - width - 2)
         yield f"  {name:<{width}}{lines[0]}".rstrip()
         yield from (" " * (width + 2) + line for line in lines[1:])
     yield ""
@@ -238,7 +238,8 @@ def help_text(config_dir: Path | None = None) -> str:
         "  (TIGHTFIT_HOME sets it; default: tightfit in the user's data folder,",
         "  ~/.local/share/tightfit)",
         "",
-        _EXAMPLES,
+        *_examples(_EXAMPLES.items()),
+        "",
         _CODES.rstrip(),
     ]
     return "\n".join(lines) + "\n"
@@ -248,13 +249,18 @@ def command_text(name: str) -> str:
     """Return the help of a command of COMMANDS; the rest is that of `run`."""
     words, keys, examples = COMMANDS[name]
     lines = [f"usage: tightfit {name} [OPTION ...] [GROUP=FILE | KEY=VALUE ...]", ""]
-    lines += [*textwrap.wrap(words, _WIDTH), ""]
+    lines += [*wrapped(words), ""]
     lines.append(keys_text(keys))
-    lines.append("examples:")
-    for settings_of, purpose in examples:
-        lines += [f"  tightfit {name} {settings_of}", f"      {purpose}"]
+    lines += _examples((f"{name} {settings_of}", purpose) for settings_of, purpose in examples)
     lines += ["", "`tightfit help run` lists options, files and all keys.", "", _CODES.rstrip()]
     return "\n".join(lines) + "\n"
+
+
+def _examples(found: Iterable[tuple[str, str]]) -> Iterator[str]:
+    yield "examples:"
+    for words, purpose in found:
+        yield f"  tightfit {words}"
+        yield f"      {purpose}"
 
 
 def _files(group: str, config_dir: Path | None) -> Iterator[str]:

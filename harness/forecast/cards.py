@@ -9,8 +9,9 @@ from catalogue.terminal import columns
 from engine.asked.config import EngineConfig, GPUConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
+from engine.lines import labelled, wrapped
 from engine.plan.advise import DEFAULT_TOKENS, LOSSLESS_WORDS, lossless_resident
-from engine.plan.answer import WORTH, Way, labelled, rate, wrapped
+from engine.plan.answer import WORTH, Way, rate
 from engine.plan.cards import DeviceFacts
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import asked_of, placed, plan_memory

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from catalogue.processes import module_command, python_path
 from catalogue.terminal import columns
-from engine.plan.answer import labelled, wrapped
+from engine.lines import indented, labelled, wrapped
 from engine.sealed import GIB
 from harness.config.command import command_with
 from harness.config.schema import SweepContext
@@ -38,17 +38,17 @@ def weight_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         return
     stored = sum(each["bytes"] for each in found["formats"].values()) / GIB
     share = f"{stored:.2f} GiB, {found['ratio']:.3f} of plain"
-    yield f"  weights: {found['chosen']} ({share}; {found['why']})"
+    yield from indented([f"weights: {found['chosen']} ({share}; {found['why']})"])
 
 
 def capacity_lines(kv: Mapping[str, Any]) -> list[str]:
     """Return the table as lines of text."""
     length = kv["max_model_len"]
-    found = f"  longest sequence {kv['longest_tokens']:,} tokens (max_model_len {length:,})"
+    found = f"longest sequence {kv['longest_tokens']:,} tokens (max_model_len {length:,})"
     found += f"; of {length:,} tokens {kv['max_concurrency']:.1f} run at once"
     if kv["host"] is not None:
         found += f", {kv['max_kept']:.1f} are kept"
-    return [*columns([_COLUMNS, *_rows(kv)]), found]
+    return [*columns([_COLUMNS, *_rows(kv)]), *indented([found])]
 
 
 def _rows(kv: Mapping[str, Any]) -> Iterator[Sequence[str]]:
@@ -138,13 +138,13 @@ def summary_lines(record: RunRecord, run_dir: Path, *, view_command: str | None)
         lines.append("  emulated on the CPU: these are not a GPU's figures")
     if record.error is not None:
         lines += _error_lines(record)
-    lines += [f"  {reason}" for reason in record.reasons[:_MAX_REASONS]]
+    lines += indented(record.reasons[:_MAX_REASONS])
     lines += _table(record)
     lines += list(_planned(record))
-    lines += [f"  {text}" for text in record.effective.get("fallbacks") or []]
-    warnings = record.effective.get("warnings") or []
-    lines += [f"  warning: {text}" for text in warnings]
-    lines += [f"  note: {text}" for text in record.effective.get("notes") or []]
+    effective = record.effective
+    lines += indented(effective.get("fallbacks") or [])
+    lines += indented(f"warning: {text}" for text in effective.get("warnings") or [])
+    lines += indented(f"note: {text}" for text in effective.get("notes") or [])
     lines.append(f"  run folder  {run_dir}")
     report = run_dir / "report.html"
     if report.is_file():
@@ -191,7 +191,7 @@ def _error_lines(record: RunRecord) -> list[str]:
     """Return the error; of a plan that does not fit all that it says, and what to run instead."""
     assert record.error is not None
     if record.status != "no_fit":
-        return [f"  {record.error['type']}: {line}" for line in _first_lines(record)]
+        return indented(f"{record.error['type']}: {line}" for line in _first_lines(record))
     first, *rows = str(record.error["message"]).splitlines() or [""]
     lines = [*wrapped(f"  {first}", indent="  "), *(f"  {row}" for row in rows)]
     ways = (record.plan or {}).get("ways") or []
@@ -221,14 +221,15 @@ def _planned(record: RunRecord) -> Iterable[str]:
         )
     yield from weight_lines(plan)
     if choice:
-        yield f"  chosen: {choice['chosen']} ({choice['why']})"
+        yield from indented([f"chosen: {choice['chosen']} ({choice['why']})"])
         yield from _refereed(choice.get("referee"))
     if predicted:
-        yield (
-            f"  predicted: {number(predicted['decode_step_ms'])} ms a token at batch 1, prefill of "
+        text = (
+            f"predicted: {number(predicted['decode_step_ms'])} ms a token at batch 1, prefill of "
             f"{predicted['prefill_tokens']} tokens {number(predicted['prefill_ms'])} ms "
             f"({predicted['rates']['source']})"
         )
+        yield from indented([text])
     for quantity, base in PREDICTED.items():
         value = record.metrics.get(f"predicted/{quantity}")
         difference = record.metrics.get(f"predicted/{quantity}_difference_pct")
@@ -258,11 +259,12 @@ def _refereed(referee: Mapping[str, Any] | None) -> Iterable[str]:
     for row in referee["timed"]:
         step_ms = row["decode_step_ms"]
         found = "not measured" if step_ms is None else f"measured {number(step_ms)} ms"
-        yield (
-            f"    timed: {row['label']}, {row['batch']} at once: {found} a step; predicted "
+        text = (
+            f"  timed: {row['label']}, {row['batch']} at once: {found} a step; predicted "
             f"{number(row['predicted_decode_step_ms'])} ms at batch 1"
         )
-    yield f"    referee: {referee['result']}"
+        yield from indented([text])
+    yield from indented([f"  referee: {referee['result']}"])
 
 
 def _table(record: RunRecord) -> list[str]:

@@ -2,15 +2,16 @@
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from catalogue.terminal import EXIT_OK, columns, show
 from engine.device.gpu import open_gpu
 from engine.errors import ConfigError
+from engine.lines import WIDTH, by_words, indented, labelled, wrapped
 from engine.plan.advise import DEFAULT_TOKENS, off_gpu_bytes
-from engine.plan.answer import WIDTH, labelled, rate, wrapped
+from engine.plan.answer import rate
 from engine.plan.cards import UNKNOWN_HOST_BYTES
 from engine.plan.memory import MemoryPlan
 from engine.plan.rates import rates_for
@@ -152,44 +153,40 @@ def _rates(found: Forecast) -> str:
 def _details(found: Forecast) -> list[str]:
     """Return every way side by side, and the memory of the best of them by part."""
     best = found.recommended
-    rows = [COLUMNS, *(_cells(row) for row in found.rows)]
-    lines = ["", *_title(found), *columns(rows, left={0, 1})]
+    rows = _used([COLUMNS, *(_cells(row) for row in found.rows)])
+    lines = ["", *wrapped(_title(found)), *columns(rows, left={0, 1})]
     text = (
-        "KV tokens: on the GPU. longest: one sequence over both tiers. at once: sequences of "
-        "max_model_len tokens. tok/s: decode at batch 1, and at the largest batch whose "
-        f"KV fits with {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of (tokens)."
+        "GPU GiB, host GiB: weights. KV tokens: on the GPU. longest: one sequence over both tiers. "
+        "at once: sequences of max_model_len tokens. tok/s: decode at batch 1, and at the largest "
+        f"batch whose KV fits with {CONTEXT_TOKENS} tokens each. prefill, TTFT: of a prompt of "
+        "(tokens)."
     )
-    lines += _indented([text, *_longest(found), *_queue(found)])
+    lines += indented([text, *_longest(found), *_queue(found)])
     for row in found.rows:
         if not row.fits:
-            lines += _indented([f"{row.label}: {row.error}"])
-        lines += _indented(_staging(row))
-    lines += _indented(_notes(found))
+            lines += indented([f"{row.label}: {row.error}"])
+        lines += indented(_staging(row))
+    lines += indented(_notes(found))
     if best is not None:
         choice = best.bytes.get("choice")
         what = f"{best.title}: {choice['chosen']} ({choice['why']})" if choice else best.title
-        lines += _indented([f"recommended: {what}"])
+        lines += indented([f"recommended: {what}"])
     shown = found.as_set if found.as_set.fits else best
     if shown is not None:
         lines += _memory(found, shown)
-    return [*lines, *_indented([f"rates: {_rates(found)}"])]
+    return [*lines, *indented([f"rates: {_rates(found)}"])]
 
 
 def _memory(found: Forecast, row: Row) -> Iterator[str]:
     """Yield the memory of a row by part: of what is set where it fits, else of the best."""
-    yield from _indented([f"memory of {row.title}:", *map(str.strip, weight_lines(row.bytes))])
+    yield from indented([f"memory of {row.title}:", *map(str.strip, weight_lines(row.bytes))])
     yield from capacity_lines(row.bytes["kv"])
-    yield from _indented(_host_kv(row))
+    yield from indented(_host_kv(row))
     yield from _bar("GPU", row.bytes["gpu"]["items"], row.bytes["gpu"]["budget_bytes"])
     limit = row.bytes["host"]["limit_bytes"]
     is_known = limit < UNKNOWN_HOST_BYTES / 2
     yield from _bar("host", row.bytes["host"]["items"], limit if is_known else 0)
-    yield from _indented([f"a run takes about {found.minutes(row.plan):.1f} min"])
-
-
-def _indented(texts: Iterable[str]) -> list[str]:
-    """Return texts as lines of at most 80 characters, two blanks before each."""
-    return [line for text in texts for line in wrapped(f"  {text}", indent="    ")]
+    yield from indented([f"a run takes about {found.minutes(row.plan):.1f} min"])
 
 
 def _long_ms(row: Row, tokens: object) -> str:
@@ -254,13 +251,13 @@ def _probed(found: Forecast) -> str:
     return " (measure this machine's: tightfit run scenario=probe)" if is_here else ""
 
 
-def _title(found: Forecast) -> Iterator[str]:
+def _title(found: Forecast) -> str:
     config, facts = found.config, found.facts
     budget = next((r.bytes["gpu"]["budget_bytes"] for r in found.rows if r.bytes), 0)
     settings = config.engine
     length = next((r.bytes["kv"]["max_model_len"] for r in found.rows if r.bytes), None)
     dtype = next((r.bytes["dtype"] for r in found.rows if r.bytes), None)
-    yield (
+    return (
         f"{config.model.name} on {facts.name}: budget {budget / GIB:.2f} GiB "
         f"({found.memory_gib:.2f} x {settings.gpu_memory_utilization:g}), weights "
         f"{number(found.spec.weight_bytes(dtype) / GIB)} GiB, {length} tokens, "
@@ -268,10 +265,11 @@ def _title(found: Forecast) -> Iterator[str]:
     )
 
 
+_IN_HOST: Final = "in host"
 _CELLS: Final[Mapping[str, Callable[[Row, MemoryPlan], str]]] = {
     "host GiB": lambda row, _: f"{row.host_weights_bytes / GIB:.2f}",
     "KV tokens": lambda _, plan: str(plan.kv_tokens),
-    "in host": lambda row, _: str(_host_kv_tokens(row)),
+    _IN_HOST: lambda row, _: str(_host_kv_tokens(row)),
     "longest": lambda _, plan: str(plan.longest_tokens),
     "at once": lambda row, _: f"{row.bytes['kv']['max_concurrency']:.1f}",
     "tok/s, 1": lambda row, _: number(row.predicted["decode_tokens_s"]),
@@ -281,7 +279,15 @@ _CELLS: Final[Mapping[str, Callable[[Row, MemoryPlan], str]]] = {
     "load s": lambda row, _: number(row.predicted["load_s"]),
 }
 """Title of a column -> its cell of a plan that fits."""
-COLUMNS: Final = ("offload", "fits", "GPU weights", *_CELLS)
+COLUMNS: Final = ("offload", "fits", "GPU GiB", *_CELLS)
+
+
+def _used(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return rows without the column of KV tokens in host memory where no row has any."""
+    place = rows[0].index(_IN_HOST)
+    if {row[place] for row in rows[1:]} <= {"0", _ABSENT}:
+        return [[*row[:place], *row[place + 1 :]] for row in rows]
+    return [list(row) for row in rows]
 
 
 def _predicted(row: Row, name: str, size: str) -> str:
@@ -337,7 +343,7 @@ def _bar(title: str, items: Mapping[str, int], limit: int) -> Iterator[str]:
         letters += letter * (round(_BAR * total / whole) - len(letters))
         legend.append(f"{letter} {name} {size / GIB:.2f}")
     yield f"  {title:<5}[{letters.ljust(_BAR, '.')}] {whole / GIB:.2f} GiB"
-    yield f"       {', '.join(legend)}"
+    yield from by_words(f"       {', '.join(legend)}", WIDTH, " " * 7)
 
 
 def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
@@ -359,7 +365,7 @@ def sweep_table(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
             f"{refused} {verb} not fit with {'its' if refused == 1 else 'their'} settings{others}"
         )
     points = f"{len(found)} point{'s'[: len(found) != 1]}"
-    return [*lines, f"  {points}, {what}."]
+    return [*lines, *indented([f"{points}, {what}."])]
 
 
 def _point(found: Forecast, name: str) -> Sequence[str]:
@@ -383,7 +389,8 @@ def comparison_table(sides: Mapping[str, Forecast], runs: Sequence[str], command
         lines += [*wrapped(f"{name}: {first}"), *others] if item.plan is None else []
     if all(item.plan is not None for item in sides.values()):
         minutes = sum(sides[name].minutes(sides[name].plan) for name in runs)
-        lines.append(f"  run it: {command} ({len(runs)} runs, about {minutes:.0f} min)")
+        lines += labelled("Run it", command, " \\")
+        lines = _noted(lines, f"# {len(runs)} runs, about {minutes:.0f} min")
     return lines
 
 
@@ -393,7 +400,7 @@ def _points(found: Sequence[Forecast], names: Sequence[str]) -> list[str]:
         row = item.as_set
         minutes = f"{item.minutes(row.plan):.1f}" if row.fits else _ABSENT
         rows.append((name, *_cells(row), minutes))
-    return ["", *columns(rows, left={0, 1})]
+    return ["", *columns(_used(rows), left={0, 1})]
 
 
 def csv_row(found: Forecast, row: Row, name: str) -> dict[str, Any]:
@@ -466,7 +473,7 @@ def show_plans(plan: Plan, sides: Sides | None = None, document: Document | None
     write_csv(path, found, names)
     lines = sweep_table(found, names)
     why = "plans are of this project's engine, system=native"
-    lines += [f"  not planned: {name} ({why})" for name in peers]
+    lines += indented(f"not planned: {name} ({why})" for name in peers)
     lines.append(f"  every way to place the weights: {path}")
     problems = build_report(path.parent)
     lines += problems or [f"  as a figure: {path.with_suffix('.png')}"]

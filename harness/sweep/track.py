@@ -7,6 +7,7 @@ from typing import Final
 
 from catalogue.files import tightfit_home
 from catalogue.terminal import columns
+from engine.lines import indented
 from harness.config.schema import SweepContext, TrackingConfig
 from harness.point.describe import what_varies
 from harness.point.show import build_report, status_text
@@ -33,9 +34,9 @@ def sweep_lines(
     if records:
         names = point_names(records)
         lines += _table(records, names, folders)
-        lines += _best(records, names)
-        lines += _reasons(records, names)
-    lines += _rest(records, sweep.total)
+        lines += indented(_best(records, names))
+        lines += indented(_reasons(records, names))
+    lines += indented(_rest(records, sweep.total))
     lines.append(f"  sweep folder  {sweep.folder}")
     report = sweep.folder / "sweep.html"
     if report.is_file():
@@ -55,8 +56,10 @@ def _table(
     records: Sequence[RunRecord], names: Sequence[str], folders: Sequence[Path]
 ) -> list[str]:
     header, *rows = _rows(records, names)
-    lines = [[*header, "folder"]]
-    lines += [[*row, folder.name] for row, folder in zip(rows, folders, strict=False)]
+    lines = [header, *rows]
+    if [row[0] for row in rows] != [folder.name for folder in folders]:
+        lines = [[*header, "folder"]]
+        lines += [[*row, folder.name] for row, folder in zip(rows, folders, strict=False)]
     return columns(lines, left={1, 2, len(header)})
 
 
@@ -93,10 +96,10 @@ def _best(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     metrics = found("best", [each for _, each in points])
     bests = [best for metric in metrics if (best := best_of(points, metric)) is not None]
     for best in bests:
-        yield f"  {best.title}: {best.label}, {best.text}, {best.against}"
+        yield f"{best.title}: {best.label}, {best.text}, {best.against}"
     remedies = " ".join(dict.fromkeys(filter(None, (best.remedy for best in bests))))
     if remedies:
-        yield f"  For intervals: {remedies}"
+        yield f"For intervals: {remedies}"
 
 
 def _reasons(
@@ -107,7 +110,7 @@ def _reasons(
     for index, record, name in zip(numbers, records, names, strict=True):
         message = str((record.error or {}).get("message", "")).strip()
         for text in filter(None, [message.split("\n")[0], *record.reasons[:1]]):
-            yield f"  {word} {index}, {name}: {status_text(record)}: {text}"
+            yield f"{word} {index}, {name}: {status_text(record)}: {text}"
 
 
 def _rest(records: Sequence[RunRecord], total: int) -> Iterator[str]:
@@ -121,7 +124,7 @@ def _rest(records: Sequence[RunRecord], total: int) -> Iterator[str]:
     s = "s"[: num_ok != 1]
     rest = ", ".join(f"{count} {status}" for status, count in counts.items())
     yield (
-        f"  The same command takes over {num_ok} point{s} and runs {total - num_ok} ({rest}); "
+        f"The same command takes over {num_ok} point{s} and runs {total - num_ok} ({rest}); "
         "rerun=none takes over all that ended."
     )
 

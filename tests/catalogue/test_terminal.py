@@ -30,3 +30,35 @@ def test_lines_do_not_depend_on_the_terminal(monkeypatch, environment):
 
 def test_no_rows_are_no_lines():
     assert columns([]) == []
+
+
+WIDE = [
+    ("point", "fits", "metric a (ms)", "metric b (ms)", "best settings"),
+    ("gpu=a offload=none", "no", "-", "-", "offload=none engine.weight_format=lossless"),
+    ("gpu=b offload=prefetch", "yes", "1.25", "2.5", "as set"),
+]
+
+
+def test_a_table_is_wrapped_by_words_to_80_columns_and_what_is_wider_follows_below():
+    assert columns([(row[0], row[1], row[3], row[4]) for row in WIDE], left={0, 3}) == [
+        "  point                   fits  metric b (ms)  best settings",
+        "  gpu=a offload=none        no              -  offload=none",
+        "                                               engine.weight_format=lossless",
+        "  gpu=b offload=prefetch   yes            2.5  as set",
+    ]
+    narrow = ("model=x gpu=a offload=none", *WIDE[1][1:])
+    lines = columns([*WIDE[:2], narrow], left={0, 4})
+    assert max(map(len, lines)) <= 80
+    assert lines == [
+        "  point                       fits  metric a (ms)  metric b (ms)",
+        "  gpu=a offload=none            no              -              -",
+        "  model=x gpu=a offload=none    no              -              -",
+        "",
+        "  point                       best settings",
+        "  gpu=a offload=none          offload=none engine.weight_format=lossless",
+        "  model=x gpu=a offload=none  offload=none engine.weight_format=lossless",
+    ]
+    assert columns([("point",), (" ".join(["gpu=rtx4080_16gb"] * 5),)])[1:] == [
+        f"  {' '.join(['gpu=rtx4080_16gb'] * 4)}",
+        "    gpu=rtx4080_16gb",
+    ]

@@ -122,8 +122,9 @@ def test_compare_prints_verdict_and_figures(
     assert main(["compare", OLD, "latest", "--out", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("No winner without repeats: ")
-    (row,) = [line for line in lines if line.startswith("  output (tok/s) ")]
-    assert row.endswith(" (1.00x)")
+    rows = [line for line in lines if line.startswith("  output (tok/s) ")]
+    assert rows[-1].endswith(" (1.00x)")
+    assert max(map(len, lines[:-1])) <= 80
     assert lines[-1] == f"page  {tmp_path / 'out' / 'compare.html'}"
     assert (tmp_path / "out" / "compare.html").is_file()
 

@@ -105,7 +105,7 @@ def test_help_names_groups_options_keys_and_the_folder(tmp_path: Path) -> None:
     assert str(tmp_path / "home") in done.stdout
     assert ".local/share/tightfit" in done.stdout
     lines = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]
-    assert max(len(line) for line in lines) <= 100
+    assert max(len(line) for line in lines) <= 80
     assert not (tmp_path / "home").exists()
 
 

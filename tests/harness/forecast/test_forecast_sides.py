@@ -26,6 +26,7 @@ def test_a_peer_is_not_planned_but_others_are(
     assert out.count("system=accelerate") == 1
     assert "1 point, all fit" in out
     assert "\n  not planned: system=accelerate (plans are of this project's engine" in out
+    assert max(len(line) for line in out.splitlines() if "/" not in line) <= 80
     side = ["scenario=ab", "ab.a=[]", "ab.b=[system=accelerate]"]
     for words in (["-m", "system=accelerate,vllm"], side):
         assert main(["mode=plan", *OLMO, *words]) == 2
@@ -37,11 +38,15 @@ def test_both_sides_of_a_comparison_are_planned(capsys: pytest.CaptureFixture[st
     side = "ab.b=[offload=uva, offload.uva.cpu_offload_gb=4]"
     assert main(["mode=plan", *line, side]) == 0
     text = capsys.readouterr().out
-    a, b = (row.split() for row in text.splitlines()[2:4])
-    assert (a[:2], a[2], b[0]) == (["a:", "offload=none"], "none", "b:")
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    [last] = [number for number, line in enumerate(lines) if line.endswith("run min")]
+    a, b = (row.split() for row in lines[last:] if row.startswith(("  a: ", "  b: ")))
+    assert (a[:2], b[0]) == (["a:", "offload=none"], "b:")
     minutes = round(10 * float(a[-1]) + 4 * float(b[-1]))
     assert minutes == pytest.approx(26, abs=2)
     wanted = " ".join(line) + """ "ab.b=['offload=uva','offload.uva.cpu_offload_gb=4']\""""
-    found = re.search(rf"run it: .*{re.escape(wanted)} \(14 runs, about (\d+) min\)", text)
+    words = " ".join(text.replace(" \\\n", " ").split())
+    found = re.search(rf"Run it .*{re.escape(wanted)} # 14 runs, about (\d+) min", words)
     assert found is not None
     assert int(found[1]) == pytest.approx(minutes, abs=1)  # cells have a tenth of a minute

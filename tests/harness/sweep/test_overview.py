@@ -36,22 +36,23 @@ def test_columns_are_those_that_some_point_has(tmp_path):
     )
     assert found[2].split() == [
         *("point", "choices", "status", "good", "requests", "(%)"),
-        *("TTFT", "from", "arrival", "mean", "(ms)", "folder"),
+        *("TTFT", "from", "arrival", "mean", "(ms)"),
     ]
-    assert found[3].split() == ["0", "rate=1", "ok", "100.0", "12.5", "0"]
-    assert found[4].split() == ["1", "rate=9", "failed", "-", "-", "1"]
+    assert found[3].split() == ["0", "rate=1", "ok", "100.0", "12.5"]
+    assert found[4].split() == ["1", "rate=9", "failed", "-", "-"]
 
 
 def test_a_point_that_is_not_valid_is_told(tmp_path):
     found = lines(tmp_path, record("a", {"load/total_s": 3.0}, valid=False))
-    assert found[3].split() == ["0", "a", "ok,", "not", "valid", "3.00", "0"]
+    assert found[3].split() == ["0", "a", "ok,", "not", "valid", "3.00"]
+    elsewhere = replace(record("a", {}), run_id="b")
+    sweep = SweepContext(sweep_id="s", folder=tmp_path, index=0, total=1)
+    assert sweep_lines([elsewhere], [tmp_path / "earlier"], sweep)[3].split()[-1] == "earlier"
 
 
 def test_points_of_other_scenarios_show_their_figures(tmp_path):
     found = lines(tmp_path, record("a", {"throughput/output_tok_s": 20.0, "load/total_s": 3.0}))
-    assert found[2].split() == [
-        *("point", "choices", "status", "output", "(tok/s)", "load", "(s)", "folder")
-    ]
+    assert found[2].split() == [*("point", "choices", "status", "output", "(tok/s)", "load", "(s)")]
     assert "serve" not in found[2]
 
 
@@ -63,17 +64,17 @@ def test_choices_are_shown_in_full_and_the_same_command_is_told(tmp_path):
     found = lines(tmp_path, record(text, {"load/total_s": 3.0}), other)
     assert found[3].split()[1] == text
     assert "  point 1, offload=none: no_fit: 2.45 GiB short." in found
-    rest = "  The same command takes over 1 point and runs 1 (1 no_fit); rerun=none takes over all"
-    assert any(line.startswith(rest) for line in found)
+    rest = "The same command takes over 1 point and runs 1 (1 no_fit); rerun=none takes over all"
+    assert rest in " ".join(" ".join(found).split())
 
 
 def test_a_sweep_of_points_measured_once_has_no_winner(tmp_path):
     name = "throughput/output_tok_s"
     found = lines(tmp_path, record("a=1", {name: 22.2}), record("a=2", {name: 29.3}))
     assert (
-        "  Highest output, no winner: a=2, 29.3 tok/s, 1.32 times as good as a=1, but one or"
-        in [line[: line.index(" both")] for line in found if "winner" in line]
+        "  Highest output, no winner: a=2, 29.3 tok/s, 1.32 times as good as a=1, but one" in found
     )
+    assert max(map(len, found[:-1])) <= 80
     ends = [{name: x, f"{name}/ci95_low": x - 1, f"{name}/ci95_high": x + 1} for x in (22.2, 29.3)]
     found = lines(tmp_path, *(record(f"a={i}", each) for i, each in enumerate(ends)))
     assert "  Best output: a=1, 29.3 tok/s, 1.32 times as good as a=0 (1.220 to 1.429)" in found
