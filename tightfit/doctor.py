@@ -294,7 +294,7 @@ def _files(facts: Facts) -> Iterator[Line]:
 def collect() -> Facts:
     """Return the facts of this machine. Loads torch where there is a GPU to ask it about."""
     from catalogue.files import tightfit_home  # noqa: PLC0415  when it runs
-    from engine.device.facts import available_bytes, gpu_holders, memlock_room  # noqa: PLC0415
+    from engine.device.facts import available_bytes, memlock_room  # noqa: PLC0415
     from engine.device.gpu import open_gpu  # noqa: PLC0415
     from harness.observe.environment import (  # noqa: PLC0415
         huge_page_facts,
@@ -319,7 +319,7 @@ def collect() -> Facts:
         cuda_bindings=find_spec("cuda") is not None and find_spec("cuda.bindings") is not None,
         gpu=facts,
         gpu_free_bytes=None if total is None or used is None else int(total - used),
-        gpu_holders=() if gpu is None else gpu_holders(gpu.uuid),
+        gpu_holders=() if gpu is None else gpu.holders(),
         capability=None if gpu is None else gpu.compute_capability(),
         link=None if probed is None else {k: v for k, v in probed.rates.items() if v is not None},
         link_age="" if probed is None else probed.age(),

@@ -42,7 +42,7 @@ def read_gpus() -> list[Plain]:
 
 def _gpu_facts(gpu: Gpu) -> Plain:
     facts, now, slow = gpu.facts(), gpu.sample(), gpu.sample_slow(set())
-    pids, busy = gpu.compute_pids(), slow["gpu_busy_pct"]
+    pids, held, busy = gpu.compute_pids(), gpu.processes(), slow["gpu_busy_pct"]
     return {
         "name": facts["name"],
         "uuid": gpu.uuid,
@@ -51,7 +51,7 @@ def _gpu_facts(gpu: Gpu) -> Plain:
         "utilization": None if busy is None else busy / 100,
         "temperature_c": slow["gpu_temperature_c"],
         "power_w": now["gpu_power_w"],
-        "pids": None if pids is None else {pid: gpu.process_bytes(pid) for pid in pids},
+        "pids": None if pids is None else {pid: held.get(pid) for pid in pids},
     }
 
 

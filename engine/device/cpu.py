@@ -8,13 +8,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 
-import psutil
 import torch
 
 from engine.device.base import CopyStream, HostBuffer, capabilities
-from engine.device.facts import available_bytes, num_threads
+from engine.device.machine import cpu_facts
 from engine.errors import CapacityError, EngineError
 from engine.plan.cards import DeviceFacts
 
@@ -118,19 +118,9 @@ class CPUDevice:
 
     def facts(self) -> DeviceFacts:
         """Return host figures; half of the free memory may stand in for a card."""
-        available = available_bytes()
         can_pin, can_uva, reason = capabilities()
-        return DeviceFacts(
-            kind=self.kind,
-            name=self.name,
-            total_bytes=available // 2,
-            free_bytes=available,
-            host_available_bytes=min(available, psutil.virtual_memory().total),
-            can_pin=can_pin,
-            can_uva=can_uva,
-            reason=reason,
-            num_threads=num_threads(),
-        )
+        facts = replace(cpu_facts(), name=self.name, reason=reason)
+        return replace(facts, can_pin=can_pin, can_uva=can_uva)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Allocate emulated GPU memory."""

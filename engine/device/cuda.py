@@ -14,13 +14,8 @@ import torch
 
 from engine.device.base import CopyStream, Device, HostBuffer, capabilities
 from engine.device.cpu import CPUDevice
-from engine.device.facts import (
-    available_bytes,
-    gpu_holders,
-    gpu_processes,
-    memlock_room,
-    num_threads,
-)
+from engine.device.facts import available_bytes, memlock_room, num_threads
+from engine.device.gpu import open_gpu
 from engine.errors import CapacityError, ConfigError, EngineError, PinningError
 from engine.plan.cards import DeviceFacts
 
@@ -283,6 +278,8 @@ class CUDADevice:
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
         self.uuid: str | None = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        self._gpu = open_gpu(self.uuid)
+        """What its driver tells; None where NVML does not show it."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(index)
         outside = total - free - torch.cuda.memory_reserved(index)
@@ -316,7 +313,7 @@ class CUDADevice:
             compute_capability=torch.cuda.get_device_capability(self.torch_device),
             pin_limit_bytes=limit,
             num_threads=num_threads(),
-            holders=gpu_holders(self.uuid),
+            holders=() if self._gpu is None else self._gpu.holders(),
         )
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -385,7 +382,7 @@ class CUDADevice:
     def _outside_bytes(self) -> int:
         """Memory of this process outside torch's allocator: context, modules, graphs."""
         reserved = torch.cuda.memory_reserved(self.torch_device)
-        own = gpu_processes(self.uuid).get(os.getpid())
+        own = None if self._gpu is None else self._gpu.processes().get(os.getpid())
         if own is None:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             own = total - free - self._others

@@ -4,58 +4,11 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from engine.plan.sizes import MAX_LOAD_THREADS
-from engine.sealed import GIB
-
-
-def gpu_processes(uuid: str | None, module: Any = None) -> dict[int, int | None]:
-    """Return the processes on a GPU and the bytes that each holds, context included, by number.
-
-    Empty where NVML is absent or does not answer; None where it does not count a process's bytes.
-    In some containers it does not know this process by its number.
-
-    Args:
-        uuid: UUID of the GPU, as NVML writes it.
-        module: What asks the driver; None: pynvml, where it is installed.
-    """
-    try:
-        nvml: Any = import_module("pynvml") if module is None else module
-        nvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - the module may be missing, or the driver
-        return {}
-    try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        found = [  # one that computes and draws is in both
-            *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
-            *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
-        ]
-    except Exception:  # noqa: BLE001 - NVML raises one class per code
-        return {}
-    finally:
-        nvml.nvmlShutdown()
-    return {process.pid: process.usedGpuMemory for process in found}
-
-
-def gpu_holders(uuid: str | None, module: Any = None) -> tuple[str, ...]:
-    """Return the other processes of `gpu_processes` in words, the largest first."""
-    found = gpu_processes(uuid, module).items()
-    others = sorted((size or 0, pid) for pid, size in found if pid != os.getpid())
-    return tuple(_words(size, pid) for size, pid in reversed(others))
-
-
-def _words(num_bytes: int, pid: int) -> str:
-    try:
-        name = f"{psutil.Process(pid).name()} (process {pid})"
-    except psutil.Error:
-        name = f"process {pid}"
-    return f"{name} {num_bytes / GIB:.2f} GiB" if num_bytes else f"{name}, bytes unknown"
-
 
 CAP_IPC_LOCK = 14
 """The bit of the capability that lifts RLIMIT_MEMLOCK."""

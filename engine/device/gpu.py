@@ -5,7 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from engine.errors import ConfigError
+from engine.sealed import GIB
 
 GpuFacts = dict[str, Any]
 ORDER_VARIABLE: Final = "CUDA_DEVICE_ORDER"
@@ -131,21 +134,36 @@ class Gpu:
         found = self._try("nvmlDeviceGetComputeRunningProcesses")
         return None if found is None else {process.pid for process in found}
 
-    def process_bytes(self, pid: int) -> int | None:
-        """Return what a process holds of this GPU; None where the driver does not say."""
-        found = self._try("nvmlDeviceGetComputeRunningProcesses") or ()
-        return next((process.usedGpuMemory for process in found if process.pid == pid), None)
+    def processes(self) -> dict[int, int | None]:
+        """Return the processes on this GPU and the bytes that each holds, context included.
 
-    def num_other_processes(self, own_pids: set[int]) -> int | None:
-        """Return how many processes outside `own_pids` compute on this GPU."""
-        pids = self.compute_pids()
-        return None if pids is None else len(pids - own_pids)
+        None where the driver does not count a process's bytes. In some containers it does not know
+        this process by its number.
+        """
+        # One that computes and draws is in both.
+        names = ("nvmlDeviceGetGraphicsRunningProcesses", "nvmlDeviceGetComputeRunningProcesses")
+        found = [process for name in names for process in self._try(name) or ()]
+        return {process.pid: process.usedGpuMemory for process in found}
+
+    def holders(self) -> tuple[str, ...]:
+        """Return the other processes on this GPU in words, the largest first."""
+        found = self.processes().items()
+        others = sorted((size or 0, pid) for pid, size in found if pid != os.getpid())
+        return tuple(_holder(size, pid) for size, pid in reversed(others))
 
     def numa_node(self) -> int | None:
         """Return the node of the host's memory that is nearest to the GPU; None if unknown."""
         pci = self._try("nvmlDeviceGetPciInfo")
         bus = None if pci is None else _text(pci.busId)
         return None if bus is None else _numa_node(bus, PCI_DEVICES)
+
+
+def _holder(num_bytes: int, pid: int) -> str:
+    try:
+        name = f"{psutil.Process(pid).name()} (process {pid})"
+    except psutil.Error:
+        name = f"process {pid}"
+    return f"{name} {num_bytes / GIB:.2f} GiB" if num_bytes else f"{name}, bytes unknown"
 
 
 def open_gpu(uuid: str | None = None, environ: Mapping[str, str] = os.environ) -> Gpu | None:

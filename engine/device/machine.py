@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.asked.config import ANY_CARD, GPUConfig
-from engine.device.facts import available_bytes, gpu_holders, num_threads
+from engine.device.facts import available_bytes, num_threads
 from engine.device.gpu import Gpu, open_gpu
 from engine.plan.cards import CARDS, DeviceFacts
 
@@ -78,5 +78,5 @@ def _facts_here(here: Gpu) -> DeviceFacts | None:
         host_available_bytes=available_bytes(),
         compute_capability=here.compute_capability(),
         num_threads=num_threads(),
-        holders=gpu_holders(here.uuid),
+        holders=here.holders(),
     )

@@ -266,8 +266,7 @@ class Attempt:
 
     def _note_neighbours(self) -> None:
         """Note who else computes on the GPU now: their work is in our times."""
-        gpu = self.gpu
-        count = gpu.num_other_processes(set()) if gpu else 0
+        count = len(self.gpu.compute_pids() or ()) if self.gpu else 0
         if count:
             self.findings.notes.append(
                 f"gpu: {count} other processes computed on this GPU when the point began and take "

@@ -180,7 +180,7 @@ class PeerDevice:
 
         reserved = int(torch.cuda.memory_reserved(0))
         gpu = open_gpu(f"GPU-{str(torch.cuda.get_device_properties(0).uuid).removeprefix('GPU-')}")
-        own = gpu.process_bytes(os.getpid()) if gpu is not None else None
+        own = gpu.processes().get(os.getpid()) if gpu is not None else None
         outside = self.runtime_bytes if own is None else max(0, own - reserved)
         return int(torch.cuda.max_memory_reserved(0)) + outside
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.device.facts import gpu_holders
+from engine.device.gpu import Gpu
 from engine.errors import CapacityError
 from engine.plan.planner import plan_memory
 from tests.engine.specs import H200, OLMO_7B, configuration
@@ -22,24 +22,12 @@ ABSENT_PID = 2**22 + 1
 
 class Nvml:
     def __init__(
-        self, *processes: tuple[int, int | None], error: str = "", drawing: tuple[int, ...] = ()
+        self, *processes: tuple[int, int | None], fails: bool = False, drawing: tuple[int, ...] = ()
     ) -> None:
-        self._processes, self._error, self._drawing = processes, error, drawing
-        self.is_open = False
-
-    def nvmlInit(self) -> None:
-        if self._error == "init":
-            raise RuntimeError
-        self.is_open = True
-
-    def nvmlShutdown(self) -> None:
-        self.is_open = False
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        return uuid
+        self._processes, self._fails, self._drawing = processes, fails, drawing
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[Any]:
-        if self._error:
+        if self._fails:
             raise RuntimeError
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self._processes]
 
@@ -49,7 +37,7 @@ class Nvml:
 
 def test_a_process_that_computes_and_draws_is_named_once() -> None:
     nvml = Nvml((ABSENT_PID, GIB), drawing=(ABSENT_PID, ABSENT_PID + 1))
-    assert gpu_holders("GPU-1", nvml) == (
+    assert Gpu(nvml, "GPU-1").holders() == (
         f"process {ABSENT_PID + 1} 1.00 GiB",
         f"process {ABSENT_PID} 1.00 GiB",
     )
@@ -57,18 +45,15 @@ def test_a_process_that_computes_and_draws_is_named_once() -> None:
 
 def test_other_processes_are_named_the_largest_first() -> None:
     nvml = Nvml((os.getpid(), 9 * GIB), (ABSENT_PID, 2 * GIB), (1, 3 * GIB), (ABSENT_PID + 1, None))
-    first, second, third = gpu_holders("GPU-1", nvml)
+    first, second, third = Gpu(nvml, "GPU-1").holders()
     assert first.endswith("(process 1) 3.00 GiB")
     assert second == f"process {ABSENT_PID} 2.00 GiB"
     assert third == f"process {ABSENT_PID + 1}, bytes unknown"
-    assert not nvml.is_open
 
 
-@pytest.mark.parametrize("error", ["init", "processes"])
-def test_a_driver_that_does_not_answer_names_none(error: str) -> None:
-    nvml = Nvml((1, GIB), error=error)
-    assert gpu_holders("GPU-1", nvml) == ()
-    assert not nvml.is_open
+def test_a_driver_that_does_not_answer_names_none() -> None:
+    nvml = Nvml((1, GIB), fails=True)
+    assert Gpu(nvml, "GPU-1").holders() == ()
 
 
 def test_a_budget_above_what_is_free_says_who_holds_the_rest() -> None:

@@ -37,6 +37,9 @@ class Card:
     def compute_capability(self) -> tuple[int, int]:
         return 8, 9
 
+    def holders(self) -> tuple[str, ...]:
+        return ()
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
