@@ -349,12 +349,10 @@ class Work:
         except Exception as error:  # noqa: BLE001  the edge: noted
             self._result["notes"].append(f"{what}: {type(error).__name__}: {error}")
 
-    def _build(self, *, reference: bool = False) -> Engine:
+    def _build(self, **how: bool) -> Engine:
         assert self._build_engine is not None
         self._state.enter("build")
-        self._llm = self._build_engine(
-            self._engine, progress=self._state.loading, reference=reference
-        )
+        self._llm = self._build_engine(self._engine, progress=self._state.loading, **how)
         return self._llm
 
     def _note_engine(self, llm: Engine) -> None:

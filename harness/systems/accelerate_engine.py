@@ -514,12 +514,8 @@ class AccelerateEngine:
         self._names, self._num_steps, self._largest = count(), 0, 0
 
     @classmethod
-    def from_config(
-        cls, config: EngineConfig, *, progress: Progress, reference: bool
-    ) -> "AccelerateEngine":
+    def from_config(cls, config: EngineConfig, *, progress: Progress) -> "AccelerateEngine":
         """Load the model, or refuse what does not fit the GPU budget."""
-        if reference:
-            raise EngineError("accelerate: cannot be the reference of tokens; use system=native.")
         progress("load", 0, 0)
         load = PhaseClock()
         with load.phase("device"):

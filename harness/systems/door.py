@@ -27,8 +27,8 @@ The same type as in engine.build, which brings torch.
 
 
 BuildEngine = Callable[..., Engine]
-"""`LLM.from_config`, or one like it: takes an EngineConfig, `progress`, and `reference`, which asks
-for every layer on demand, eager."""
+"""`LLM.from_config`, or one like it: takes an EngineConfig and `progress`; of an exact door also
+`reference`, which asks for every layer on demand, eager."""
 
 
 def _plan_engine(config: EngineConfig) -> Any:

@@ -295,7 +295,7 @@ class FakeLLM:
         config: EngineConfig,
         *,
         progress: Progress,
-        reference: bool,
+        reference: bool = False,
     ) -> None:
         if config.model.spec is None:
             raise RequestError("model.spec: expected sizes for model=fake, got null.")
@@ -480,7 +480,7 @@ class FakeLLM:
         self._touched = bytearray()
 
 
-def plan_of(script: FakeScript, config: EngineConfig, *, reference: bool) -> FakePlan:
+def plan_of(script: FakeScript, config: EngineConfig, *, reference: bool = False) -> FakePlan:
     """Return the plan, or fail as the script says; the reference has all weights on the host."""
     if script.fails_at("plan") and not reference:
         strike(script.fail, None)
@@ -583,7 +583,7 @@ def fake_door(script: FakeScript) -> EngineDoor:
     door = EngineDoor(
         load_code=lambda: partial(FakeLLM, script, clock),
         probe=nothing,
-        plan_for=partial(plan_of, script, reference=False),
+        plan_for=partial(plan_of, script),
         predict=nothing,
         clock=clock,
     )

@@ -667,12 +667,8 @@ class HTTPEngine:
         self._client.close()
 
 
-def connect(
-    system: SystemConfig, config: EngineConfig, *, progress: Progress, reference: bool
-) -> HTTPEngine:
+def connect(system: SystemConfig, config: EngineConfig, *, progress: Progress) -> HTTPEngine:
     """Connect to the server of a configuration."""
-    if reference:
-        raise EngineError("http: cannot be the reference of tokens; use system=native.")
     progress("connect", 0, 0)
     return HTTPEngine(config, system)
 

@@ -64,7 +64,7 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
 class ServeEngine(HTTPEngine):
     """A client of a server that it started, and ends."""
 
-    def __init__(self, config: EngineConfig, progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, *, progress: Progress) -> None:
         self._server = _Server(settings_of(config))
         try:
             progress("serve", 0, 0)
@@ -137,13 +137,6 @@ class _Server:
         self._file.close()
 
 
-def start(config: EngineConfig, *, progress: Progress, reference: bool) -> ServeEngine:
-    """Start the server of a configuration and connect to it."""
-    if reference:
-        raise EngineError("serve: cannot be the reference of tokens; use system=native.")
-    return ServeEngine(config, progress)
-
-
 def serve_door() -> EngineDoor:
     """Return the door to a server that is started with the point's settings."""
-    return remote_door(start)
+    return remote_door(ServeEngine)

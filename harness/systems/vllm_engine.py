@@ -142,9 +142,7 @@ class VLLMEngine:
         self._hit_tokens: int | None = None
 
     @classmethod
-    def from_config(
-        cls, config: EngineConfig, *, progress: Progress, reference: bool
-    ) -> "VLLMEngine":
+    def from_config(cls, config: EngineConfig, *, progress: Progress) -> "VLLMEngine":
         """Build vLLM's engine, or refuse a setting that the installed one lacks.
 
         Raises CapacityError where its weights leave no room for a KV cache.
@@ -152,8 +150,6 @@ class VLLMEngine:
         runner = choose_runner(config)  # vLLM reads it while it builds
         from vllm import EngineArgs, LLMEngine, __version__  # noqa: PLC0415  takes seconds
 
-        if reference:
-            raise EngineError("vllm: cannot be the reference of tokens; use system=native.")
         progress("load", 0, 0)
         device, spec = open_peer_device(config), model_spec(config.model)
         share = device.budget_bytes / device.card_bytes

@@ -260,7 +260,7 @@ class FakeFactory:
             self.script.strike()
         return SimpleNamespace(to_dict=lambda: dict(PLAN))
 
-    def from_config(self, config, *, progress, reference):
+    def from_config(self, config, *, progress, reference=False):
         llm = FakeLLM(self.script, self.clock, progress, reference)
         self.built.append(llm)
         return llm

@@ -49,9 +49,7 @@ def config(gib=1.0, **changes):
 
 def open_engine(**changes):
     pytest.importorskip("accelerate", reason="the extra accelerate is not installed")
-    return AccelerateEngine.from_config(
-        config(**changes), progress=lambda phase, done, total: None, reference=False
-    )
+    return AccelerateEngine.from_config(config(**changes), progress=lambda phase, done, total: None)
 
 
 def test_weights_in_host_memory_change_no_token():

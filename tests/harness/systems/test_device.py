@@ -56,9 +56,7 @@ def test_accelerate_runs_on_a_gpu_within_its_budget(offload_gb):
         offload=OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=offload_gb)),
         engine=EngineSettings(max_model_len=64, dtype="float32"),
     )
-    llm = AccelerateEngine.from_config(
-        asked, progress=lambda phase, done, total: None, reference=False
-    )
+    llm = AccelerateEngine.from_config(asked, progress=lambda phase, done, total: None)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     requests, totals = run_requests(
         llm, prompts, 6, clock=time.perf_counter, at_once=True, prefix="r"

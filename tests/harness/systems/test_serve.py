@@ -11,7 +11,7 @@ import pytest
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
 from engine.asked.keywords import config_from_keywords
 from engine.asked.kv import KVConfig
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError
 from harness.studies import bench_serve
 from harness.studies.table import Result
 from harness.systems.serve_engine import NOT_SENT, serve_door, settings_of
@@ -60,7 +60,7 @@ def test_requests_are_answered_and_the_server_ends(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny")
     told: list[str] = []
     build = serve_door().load_code()
-    llm: Any = build(config(folder), progress=lambda phase, *_: told.append(phase), reference=False)
+    llm: Any = build(config(folder), progress=lambda phase, *_: told.append(phase))
     children = psutil.Process().children(recursive=True)
     try:
         requests, *_ = run_requests(
@@ -73,8 +73,6 @@ def test_requests_are_answered_and_the_server_ends(tmp_path: Path) -> None:
         llm.close()
     assert len(children) == 2
     assert not any(child.is_running() for child in children)
-    with pytest.raises(EngineError, match="cannot be the reference of tokens"):
-        build(config(folder), progress=lambda *_: None, reference=True)
 
 
 def test_a_row_without_its_points_says_so() -> None:

@@ -35,9 +35,7 @@ def config(**changes):
 
 
 def open_engine(**changes):
-    return VLLMEngine.from_config(
-        config(**changes), progress=lambda phase, done, total: None, reference=False
-    )
+    return VLLMEngine.from_config(config(**changes), progress=lambda phase, done, total: None)
 
 
 def test_tokens_times_and_steps(monkeypatch):
