@@ -2,12 +2,12 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from engine.errors import ConfigError
 from engine.model.loading import LoadConfig
 from engine.model.spec import ModelSpec
-from engine.sealed import Sealed, check_choice
+from engine.sealed import Sealed, choice
 
 SOURCE_FIELDS: Final = {
     "hub": ("repo", "revision"),
@@ -25,7 +25,8 @@ _HUB_ID: Final = re.compile(
 class ModelSource(Sealed):
     """Where the weights come from when they are not on this machine."""
 
-    kind: str = "folder"
+    section: ClassVar = "model.source"
+    kind: str = choice(tuple(SOURCE_FIELDS), "folder")
     """hub (repo, revision) | package (package, version, sha256) | folder (model.path)."""
     repo: str | None = None
     """Repository on the model hub, owner/name."""
@@ -42,7 +43,6 @@ class ModelSource(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field of the kind is absent or one of another kind is set."""
-        check_choice("model.source.kind", self.kind, tuple(SOURCE_FIELDS))
         wanted = SOURCE_FIELDS[self.kind]
         for name in (item for names in SOURCE_FIELDS.values() for item in names):
             value = getattr(self, name)

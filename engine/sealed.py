@@ -28,11 +28,20 @@ def number(default: Any = dataclasses.MISSING, *, keyword: str = "", **bounds: A
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def choice(choices: tuple[str, ...], default: Any = dataclasses.MISSING) -> Any:
+    """Return a field of a Sealed class that must be one of some texts.
+
+    A list of such texts is a field of its own, with `choices` in its metadata.
+    """
+    return dataclasses.field(default=default, metadata={"choices": choices})
+
+
 class Sealed:
     """A dataclass base that runs `check` after construction and refuses changes afterwards.
 
     Lists and dicts among its fields are copied and refuse changes too. Frozen dataclasses cannot be
-    filled by OmegaConf, hence this class. Flags and fields of `number` are checked before.
+    filled by OmegaConf, hence this class. Flags, and fields of `number` and `choice`, are checked
+    before.
     """
 
     section: ClassVar[str] = ""
@@ -40,7 +49,7 @@ class Sealed:
 
     def __post_init__(self) -> None:
         node: type = type(self)
-        for name, kind, is_optional, bounds in _checked(node):
+        for name, kind, is_optional, rules in _checked(node):
             value, key = getattr(self, name), f"{self.section}.{name}".lstrip(".")
             if value is None and is_optional:
                 continue
@@ -50,7 +59,10 @@ class Sealed:
             is_list = typing.get_origin(kind) is list
             of = typing.get_args(kind)[0] if is_list else kind
             for each in value if is_list else [value]:
-                check_number(key, each, integer=of is int, **bounds)
+                if "choices" in rules:
+                    check_choice(key, each, rules["choices"])
+                else:
+                    check_number(key, each, integer=of is int, **rules["bounds"])
         self.check()
         for field in fields(self):  # type: ignore[arg-type]
             object.__setattr__(self, field.name, _freeze(getattr(self, field.name)))
@@ -69,12 +81,13 @@ class Sealed:
 
 @functools.cache
 def _checked(node: type) -> list[tuple[str, Any, bool, Mapping[str, Any]]]:
-    """Return name, type, whether it may be null, and bounds of the fields that are checked."""
-    hints, found = typing.get_type_hints(node), []
+    """Return name, type, whether it may be null, and rules of the fields that are checked."""
+    hints = typing.get_type_hints(node)
+    found: list[tuple[str, Any, bool, Mapping[str, Any]]] = []
     for item in fields(node):
-        inner, bounds = without_null(hints[item.name]), item.metadata.get("bounds")
-        if bounds is not None or inner is bool:
-            found.append((item.name, inner, inner is not hints[item.name], bounds or {}))
+        inner = without_null(hints[item.name])
+        if inner is bool or {"bounds", "choices"} & item.metadata.keys():
+            found.append((item.name, inner, inner is not hints[item.name], item.metadata))
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice, number
+from engine.sealed import Sealed, choice, number
 
 API_KEY_VARIABLE: Final = "TIGHTFIT_API_KEY"
 PARSERS: Final = ("auto", "hermes", "llama3_json", "none")
@@ -88,9 +88,9 @@ class ServerSettings(ListenSettings):
     """Names of the model for clients, the first in answers; empty: the name as it was asked for."""
     chat_template: str | None = None
     """File with a Jinja template of chats; null: the checkpoint's."""
-    tool_call_parser: str = "auto"
+    tool_call_parser: str = choice(PARSERS, "auto")
     """hermes (Qwen) | llama3_json | none | auto (by the chat template)."""
-    generation_config: str = "auto"
+    generation_config: str = choice(("auto", "vllm"), "auto")
     """auto (sampling parameters that a request leaves out are those of the checkpoint's
     generation_config.json) | vllm (they are the API's own defaults)."""
     max_num_queued_reqs: int = number(256, low=1)
@@ -105,8 +105,6 @@ class ServerSettings(ListenSettings):
     def check(self) -> None:
         """Raise ConfigError when a value is unusable or would have no effect."""
         super().check()
-        check_choice("server.tool_call_parser", self.tool_call_parser, PARSERS)
-        check_choice("server.generation_config", self.generation_config, ("auto", "vllm"))
         _check_texts("server.served_model_name", self.served_model_name)
         if self.log_prompts and not self.access_log:
             raise ConfigError(

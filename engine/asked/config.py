@@ -9,7 +9,7 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.loading import LoadConfig
 from engine.model.spec import DTYPES, ModelSpec
-from engine.sealed import Sealed, check_choice, number
+from engine.sealed import Sealed, check_choice, choice, number
 
 OBJECTIVES = ("latency", "throughput", "context")
 WEIGHT_FORMATS = ("checkpoint", "lossless", "auto")
@@ -26,7 +26,7 @@ class GPUConfig(Sealed):
     section: ClassVar = "gpu"
     name: str = field(default=ANY_CARD, metadata={"keyword": "gpu_name"})
     """Name of the card in reports."""
-    device: str = "auto"
+    device: str = choice(("auto", "cuda", "cpu"), "auto")
     """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
     memory_gib: float | None = number(None, keyword="gpu_memory_gib", low=0, low_open=True)
     """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
@@ -43,10 +43,6 @@ class GPUConfig(Sealed):
     compute_capability: float | None = number(None, low=1)
     """Compute capability of a planned card that is not in this machine; below 8.0, weights are
     planned in float16. null: 8.0 or more."""
-
-    def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds."""
-        check_choice("gpu.device", self.device, ("auto", "cuda", "cpu"))
 
     def on_card(self, sheet: Mapping[str, Any]) -> "GPUConfig":
         """Return the card of a sheet, with what is set here in the place of its values.
@@ -86,9 +82,9 @@ class EngineSettings(Sealed):
     """Tokens of one step."""
     enforce_eager: bool = False
     """Run decode without CUDA graphs."""
-    dtype: str = "auto"
+    dtype: str = choice(("auto", *DTYPES), "auto")
     """auto (the checkpoint's on a GPU, float32 on a CPU) | bfloat16 | float16 | float32."""
-    weight_format: str | None = None
+    weight_format: str | None = choice(WEIGHT_FORMATS, None)
     """checkpoint (weights as they are stored) | lossless (every bfloat16 matrix that takes less in
     12-bit codes, restored to the bit) | auto (whichever is predicted to be better, or some of
     both). null: checkpoint, or auto where the planner chooses placements (offload=auto) of weights
@@ -115,9 +111,6 @@ class EngineSettings(Sealed):
                 f"{self.max_num_seqs}, got {self.max_num_batched_tokens}. Raise it, or lower "
                 "engine.max_num_seqs."
             )
-        check_choice("engine.dtype", self.dtype, ("auto", *DTYPES))
-        if self.weight_format is not None:
-            check_choice("engine.weight_format", self.weight_format, WEIGHT_FORMATS)
 
 
 @dataclass(kw_only=True)
@@ -127,7 +120,7 @@ class PlannerConfig(Sealed):
     section: ClassVar = "planner"
     choose: bool = False
     """Choose the placement of every tensor by predicted times."""
-    objective: str = "latency"
+    objective: str = choice(OBJECTIVES, "latency")
     """latency (one sequence) | throughput (a queue of 200 requests) | context (the longest
     sequence)."""
     kv_tokens: int | None = number(None, low=1)
@@ -140,8 +133,7 @@ class PlannerConfig(Sealed):
     """Build the two best candidates, time a few steps of each and keep the faster one."""
 
     def check(self) -> None:
-        """Raise ConfigError for an unknown objective or field, or for what has no effect."""
-        check_choice("planner.objective", self.objective, OBJECTIVES)
+        """Raise ConfigError for an unknown field, or for what has no effect."""
         names: object = self.auto_fields
         if not isinstance(names, (list, tuple)):
             raise ConfigError(

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import ClassVar
 
 from engine.errors import SPOKEN, ConfigError
-from engine.sealed import Sealed, check_choice, from_plain, number, settings
+from engine.sealed import Sealed, choice, from_plain, number, settings
 
 BACKENDS = ("auto", "uva", "prefetch", "experts")
 
@@ -99,7 +99,8 @@ class ExpertOffloadConfig(Sealed):
 class OffloadConfig(Sealed):
     """Which weights live in host memory and how they reach the compute."""
 
-    offload_backend: str = "auto"
+    section: ClassVar = "offload"
+    offload_backend: str = choice(BACKENDS, "auto")
     """auto | uva | prefetch | experts. auto takes prefetch if group_size > 0, else uva if gb > 0,
     else experts if expert_slots is set."""
     uva: UVAOffloadConfig = field(default_factory=UVAOffloadConfig)
@@ -111,7 +112,6 @@ class OffloadConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError on a contradiction; warn about fields that are ignored."""
-        check_choice("offload.offload_backend", self.offload_backend, BACKENDS)
         for name, kind in (
             ("uva", UVAOffloadConfig),
             ("prefetch", PrefetchOffloadConfig),

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Final
 from engine.errors import ConfigError
 from engine.model.rounding import BITS
 from engine.model.routing import check_routing
-from engine.sealed import Sealed, check_choice
+from engine.sealed import Sealed, choice
 
 LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
 
@@ -16,12 +16,12 @@ class LoadConfig(Sealed):
     """How a model's weights are loaded."""
 
     section: ClassVar = "model"
-    load_format: str = "auto"
+    load_format: str = choice(LOAD_FORMATS, "auto")
     """auto (safetensors) | safetensors | dummy (random weights of the exact shape, no download)."""
     keep_lossless: bool = False
     """Keep what a load packs (engine.weight_format) in TIGHTFIT_HOME/lossless, at 0.75 of its size;
     later loads read that."""
-    quantize: str | None = None
+    quantize: str | None = choice(tuple(BITS), None)
     """int8 | int4: round plain weights to integers at the load (to the nearest, groups of 128);
     embedding and head stay plain, and tokens differ from those of the checkpoint. null: weights
     stay as they are."""
@@ -31,10 +31,7 @@ class LoadConfig(Sealed):
     last 8 tokens)."""
 
     def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds, or has no effect beside another."""
-        check_choice("model.load_format", self.load_format, LOAD_FORMATS)
-        if self.quantize is not None:
-            check_choice("model.quantize", self.quantize, tuple(BITS))
+        """Raise ConfigError when a field has no effect beside another."""
         check_routing(self.routing, self.load_format)
         if self.keep_lossless and self.load_format == "dummy":
             raise ConfigError(

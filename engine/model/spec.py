@@ -28,7 +28,7 @@ from engine.model.formats import (
     TensorSpec,
 )
 from engine.model.quantised import Quantisation, interleaved
-from engine.sealed import Sealed, check_choice, check_flag, check_number, number
+from engine.sealed import Sealed, check_choice, check_flag, check_number, choice, number
 
 DTYPES = tuple(FORMATS)
 DTYPE_BYTES = {name: each.element_bytes for name, each in FORMATS.items()}
@@ -95,7 +95,7 @@ class ModelSpec(Sealed):
     """One layer in this many has experts."""
     mlp_only_layers: list[int] = field(default_factory=list)
     """Layers that are dense whatever decoder_sparse_step says."""
-    dtype: str = "bfloat16"
+    dtype: str = choice(DTYPES, "bfloat16")
     """dtype of the checkpoint."""
     quantization: dict[str, Any] = field(default_factory=dict)
     """Empty, or how a checkpoint's weights are quantised: method, schemes (each with layout, bits
@@ -119,7 +119,6 @@ class ModelSpec(Sealed):
                 f"model.spec.head_dim: expected an even number from 16 to 256, got {self.head_dim}."
             )
         self._check_experts()
-        check_choice("model.spec.dtype", self.dtype, DTYPES)
         if self.quantization:
             self.formats(self.dtype)
         self._check_window()

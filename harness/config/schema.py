@@ -15,7 +15,7 @@ from engine.asked.config import EngineSettings, GPUConfig, PlannerConfig
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice, number
+from engine.sealed import Sealed, choice, number
 from harness.config.serve import (
     MOST_LENGTH,
     MOST_REQUESTS,
@@ -94,7 +94,7 @@ class FakeScript(Sealed):
     """
 
     section: ClassVar = "model.fake"
-    clock: str = "scripted"
+    clock: str = choice(CLOCKS, "scripted")
     """scripted: steps take no real time and figures are exact | real: steps are waited for."""
     load_s: float = number(0.5, **_AMOUNT)
     """Seconds of the load, as its phase read."""
@@ -116,9 +116,9 @@ class FakeScript(Sealed):
     """Highest GPU memory in use; null: what was planned."""
     host_touched_gib: float = number(0.0, **_AMOUNT)
     """Host memory that the worker really takes while it builds, for figures of memory."""
-    fail: str = "none"
+    fail: str = choice(FAILURES, "none")
     """none | no_fit | oom | host_oom | error | exit | sigkill | sigsegv | hang."""
-    fail_at: str = "step"
+    fail_at: str = choice(PLACES, "step")
     """plan | build | reference | step (of warm-ups and timed requests)."""
     fail_after_steps: int = number(0, low=0)
     """Steps of warm-ups and timed requests before a failure at step."""
@@ -133,10 +133,7 @@ class FakeScript(Sealed):
     """Output position at which the engine under test differs from the reference; null: none."""
 
     def check(self) -> None:
-        """Raise ConfigError when a field is out of bounds or has no effect."""
-        check_choice("model.fake.clock", self.clock, CLOCKS)
-        check_choice("model.fake.fail", self.fail, FAILURES)
-        check_choice("model.fake.fail_at", self.fail_at, PLACES)
+        """Raise ConfigError when a field has no effect, or there are no times."""
         for name in ("prefill_ms", "decode_ms"):
             if not getattr(self, name):
                 raise ConfigError(f"model.fake.{name}: expected at least one time, got none.")
@@ -189,7 +186,7 @@ class SystemConfig(Sealed):
     """What answers the requests: this project's engine or a peer."""
 
     section: ClassVar = "system"
-    kind: str = "native"
+    kind: str = choice(SYSTEMS, "native")
     """native | serve (this project's server, started for the point) | accelerate | vllm | http."""
     base_url: str | None = None
     """The server, such as http://localhost:8000/v1 (http)."""
@@ -197,10 +194,10 @@ class SystemConfig(Sealed):
     """The name that the server knows the model by; null: the first one that it lists (http)."""
     api_key_env: str | None = None
     """The environment variable that holds the key; null: no key is sent (http)."""
-    api: str | None = None
+    api: str | None = choice(APIS, None)
     """With http completions (null) | chat: each prompt is the text of a user's turn, to which the
     server's template is added."""
-    prompts: str | None = None
+    prompts: str | None = choice(PROMPT_FORMS, None)
     """With http token_ids (null) | text; text is decoded here and encoded again by the server."""
     extensions: bool | None = None
     """Send ignore_eos, return_token_ids and cache_salt (null: true), which some servers
@@ -210,7 +207,6 @@ class SystemConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or belongs to another kind."""
-        check_choice("system.kind", self.kind, SYSTEMS)
         if self.kind != "http":
             for name, value in asdict(self).items():
                 if name != "kind" and value is not None:
@@ -224,13 +220,11 @@ class SystemConfig(Sealed):
                 "system.base_url: expected the address of a server, such as "
                 f"http://localhost:8000/v1, got {self.base_url!r}."
             )
-        check_choice("system.api", self.api or APIS[0], APIS)
         if self.api == "chat" and self.prompts == "token_ids":
             raise ConfigError(
                 "system.prompts: expected null or text with system.api=chat, got token_ids. A chat "
                 "takes text; remove it."
             )
-        check_choice("system.prompts", self.prompts or PROMPT_FORMS[0], PROMPT_FORMS)
 
 
 @dataclass(kw_only=True)
@@ -489,7 +483,8 @@ class ScenarioConfig(Sealed):
 class TrackingConfig(Sealed):
     """Where runs are mirrored to; the files in the run's folder are written always."""
 
-    backend: str = "mlflow"
+    section: ClassVar = "tracking"
+    backend: str = choice(("mlflow", "none"), "mlflow")
     """mlflow | none."""
     uri: str | None = None
     """Tracking URI; null: the SQLite file in TIGHTFIT_HOME."""
@@ -498,7 +493,6 @@ class TrackingConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field has no effect or is empty."""
-        check_choice("tracking.backend", self.backend, ("mlflow", "none"))
         if self.backend == "none" and self.uri is not None:
             raise ConfigError(
                 f"tracking.uri: expected null with tracking.backend=none, got {self.uri!r}. "
@@ -548,9 +542,9 @@ its name."""
 class RunConfig(Sealed):
     """One run of the harness: what is asked, complete."""
 
-    mode: str = "run"
+    mode: str = choice(("run", "plan"), "run")
     """run | plan (print what fits, what it costs and what to choose; nothing runs)."""
-    rerun: str | None = None
+    rerun: str | None = choice(("all", "invalid", "failed", "none"), None)
     """Which finished points run again, with the same settings, code, card and versions:
     all | invalid (what is not ok, or not valid) | failed (what is not ok) | none. null: failed in a
     sweep, all otherwise."""
@@ -590,10 +584,7 @@ class RunConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other or are out of bounds."""
-        check_choice("mode", self.mode, ("run", "plan"))
         self.plan.check_mode(self.mode)
-        if self.rerun is not None:
-            check_choice("rerun", self.rerun, ("all", "invalid", "failed", "none"))
         if self.model.fake is not None and self.mode == "plan":
             raise ConfigError(
                 "mode: expected run with model=fake, whose memory is scripted, got plan. Choose a "

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice, number
+from engine.sealed import Sealed, choice, number
 from harness.observe.statistics import LEAST_REPEATS
 
 MOST_REQUESTS: Final = 10**6
@@ -78,7 +78,7 @@ class Arrivals(Sealed):
     """When requests arrive; with several turns, when conversations begin."""
 
     section: ClassVar = f"{NODE}.arrivals"
-    process: str = "poisson"
+    process: str = choice(PROCESSES, "poisson")
     """poisson | gamma | constant | at_once | trace (the times of scenario.serve.trace)."""
     rate_per_s: float | None = number(None, low=LEAST_RATE, high=MOST_RATE)
     """Mean arrivals a second; null for at_once, trace and a search."""
@@ -89,7 +89,6 @@ class Arrivals(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
-        check_choice(f"{self.section}.process", self.process, PROCESSES)
         why, has_shape = f"process={self.process}", self.process == "gamma"
         check_used(self, ["burstiness"], ["burstiness"] if has_shape else [], why)
         if not self.has_rate:
@@ -111,7 +110,7 @@ class Lengths(Sealed):
     """How many tokens each request has."""
 
     section: ClassVar = f"{NODE}.(prompt|output)"
-    distribution: str = "fixed"
+    distribution: str = choice(DISTRIBUTIONS, "fixed")
     """fixed | uniform | normal | lognormal."""
     tokens: int | None = number(None, **TOKENS)
     """The length (fixed) or the mean (normal, lognormal)."""
@@ -124,7 +123,6 @@ class Lengths(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a field is absent, out of bounds or has no effect."""
-        check_choice(f"{self.section}.distribution", self.distribution, DISTRIBUTIONS)
         needed = {
             "fixed": {"tokens"},
             "uniform": {"low", "high"},
@@ -212,7 +210,7 @@ class TraceSource(Sealed):
     section: ClassVar = f"{NODE}.trace"
     path: str | None = None
     """File: Azure's CSV or Mooncake's JSON lines."""
-    format: str = "auto"
+    format: str = choice(TRACE_FORMATS, "auto")
     """auto (by the file's ending: .csv or .jsonl) | azure | mooncake."""
     time_scale: float = number(1.0, **FACTOR)
     """Factor of all times; 0.5 sends twice as fast."""
@@ -226,7 +224,6 @@ class TraceSource(Sealed):
                 f"{NODE}.trace.path: expected a file, got {self.path or 'null'}. Name a trace in "
                 "Azure's CSV or Mooncake's JSONL format."
             )
-        check_choice(f"{NODE}.trace.format", self.format, TRACE_FORMATS)
 
     def check_ending(self) -> None:
         """Raise ConfigError where the file's ending does not tell the format.

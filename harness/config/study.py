@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
-from engine.sealed import Sealed, check_choice, number
+from engine.sealed import Sealed, choice, number
 from harness.config.serve import MOST_LENGTH, MOST_S, REQUESTS, TOKENS
 
 TIERS_PARTS: Final = (
@@ -61,7 +61,7 @@ class TiersScenario(Sealed):
     """A KV cache over two tiers: what is kept, found, moved, read in place. Lengths in tokens."""
 
     section: ClassVar = "scenario.tiers"
-    parts: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list, metadata={"choices": TIERS_PARTS})
     """fits | ttft | itl | shared | parked | rounds | long | streamed | together |
     prefixed | beside; empty: none."""
     scale: float = number(1.0, low=0, low_open=True)
@@ -127,11 +127,9 @@ class TiersScenario(Sealed):
     for the part long."""
 
     def check(self) -> None:
-        """Raise ConfigError for no lengths beyond the GPU's room, or an unknown part."""
+        """Raise ConfigError for no lengths beyond the GPU's room."""
         if not self.beyond:
             raise ConfigError(f"{self.section}.beyond: expected some lengths, got none.")
-        for part in self.parts:
-            check_choice(f"{self.section}.parts", part, TIERS_PARTS)
 
     def scaled(self) -> "TiersScenario":
         """Return the work with `scale` applied."""
@@ -154,16 +152,12 @@ class TiersScenario(Sealed):
 class BareScenario(Sealed):
     """What is measured without an engine."""
 
-    parts: list[str] = field(default_factory=list)
+    section: ClassVar = "scenario.bare"
+    parts: list[str] = field(default_factory=list, metadata={"choices": BARE_PARTS})
     """moves (of KV blocks) | attention (decode attention alone) | rates (all that plans use, kept
     for this machine) | restore (weights in codes, written as bf16) | experts (copies of experts
     and their products, in the shape of 30B-A3B) | checkpoint (one of random weights in the model's
     shape, kept in TIGHTFIT_HOME/bench); empty: none."""
-
-    def check(self) -> None:
-        """Raise ConfigError for an unknown part."""
-        for part in self.parts:
-            check_choice("scenario.bare.parts", part, BARE_PARTS)
 
 
 @dataclass(kw_only=True)
@@ -219,9 +213,10 @@ class StudyPoint(Sealed):
 class StudyConfig(Sealed):
     """Points to run, each in a fresh process, and what their figures are held against."""
 
+    section: ClassVar = "study"
     name: str
     """Name of the study in reports."""
-    judge: str
+    judge: str = choice(JUDGES)
     """Which judge makes rows from the records: bench | bench_experts | bench_kv | bench_lossless |
     bench_quantised | bench_serve |
     overhead | validate | validate_grid."""
@@ -240,7 +235,6 @@ class StudyConfig(Sealed):
 
     def check(self) -> None:
         """Raise ConfigError when a point is not there, or takes what is not known before it."""
-        check_choice("study.judge", self.judge, JUDGES)
         unknown = [name for name in self.rows if name not in self.points]
         if unknown:
             raise ConfigError(
