@@ -156,6 +156,7 @@ def measure_itl(tiers: Tiers, work: TiersScenario) -> Figures:
 
     Each step is one gap, which all sequences share. `loading` are the steps from the arrival of the
     request on that only decode, `mixed` the ones that compute its own tokens, `beside` are both.
+    Steps `alone` lie before each load, so that contexts are as long.
     """
     tiers.llm.reset_cache()
     prefix = tiers.prompt(work.prefix_tokens, "itl")
@@ -170,14 +171,14 @@ def measure_itl(tiers: Tiers, work: TiersScenario) -> Figures:
         tiers.send(prompt, tokens)
     is_over = not _settle(tiers, work.running)
     alone, loading, mixed, found = [], list[float](), list[float](), list[float]()
-    for _ in range(work.alone_steps):
-        step = tiers.driver.step()
-        alone.append(step.end_s - step.begin_s)
     for own in tiers.prompts(work.loads, work.own_tokens, "itl own"):
         tiers.llm.evict_gpu_cache()
         is_over = is_over or not _settle(tiers, work.running)
         if is_over:
             break
+        for _ in range(-(-work.alone_steps // work.loads)):
+            step = tiers.driver.step()
+            alone.append(step.end_s - step.begin_s)
         tiers.mark()
         _beside_a_load(tiers, prefix + own, work.running, loading, mixed)
         found.append(tiers.rose().get("prefix.hits_cpu_tokens", 0))

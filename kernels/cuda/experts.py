@@ -72,7 +72,7 @@ def experts_tile(num_tokens: int, loader: Loader, shared_bytes: int, *, is_gated
     room = _FOUR_BLOCKS if loader == CODES and num_tiles == 1 and not is_gated else _THREE_BLOCKS
     if num_tiles == 4:
         room = _TWO_BLOCKS
-    if num_tiles == 8:
+    if num_tiles > 4:
         shapes, room = [(2, 2), *shapes], _ONE_BLOCK
     is_deep = loader.steps > 1 and num_tiles <= 2
     stages = (8, 6, 4) if is_deep else (4, 3, 2)

@@ -27,8 +27,9 @@ _FEW_TILES, _SOME_TILES = 264, 640
 """Tiles of 16 rows up to which a card is only filled where many warps share the inputs of a row."""
 
 
-TOKEN_TILES: Final = {8: 1, 16: 2, 32: 4, MAX_SMALL_TOKENS: 8}
-"""The tiles of 8 tokens of a kernel, by the most tokens that it serves."""
+TOKEN_TILES: Final = {8: 1, 16: 2, 32: 4, 40: 5, MAX_SMALL_TOKENS: 8}
+"""The tiles of 8 tokens of a kernel, by the most tokens that it serves. Of 40 tokens a block of
+eight warps has room for three steps of copies, of more for two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def tile_of(
     tiles = num_rows // 16
     if loader.steps > 1 and num_tiles <= 2:
         return _deep_tile(num_tiles, num_rows, card, is_gated=is_gated, loader=loader)
-    is_wide = card.is_hopper and num_tiles == 8 and tiles > _FEW_TILES
+    is_wide = card.is_hopper and num_tiles > 4 and tiles > _FEW_TILES
     if is_wide:
         splits = 4 if tiles <= _SOME_TILES else 2
         shapes = [Tile(True, 8, splits, each, 1, n) for n in (4, 3) for each in (1, 2, 3)]
@@ -167,7 +168,7 @@ def tile_of(
         splits = _splits(num_tiles, tiles, card)
         ahead: tuple[int, ...] = (4, 3, 2)
         sharing = tuple(n for n in (1, 2) if n * splits >= 4)
-        if num_tiles == 8:  # the kernel that follows starts early: few warps leave it registers
+        if num_tiles > 4:  # the kernel that follows starts early: few warps leave it registers
             sharing = sharing[:1]
         elif loader == CODES and num_tiles == 4:
             ahead, sharing = (3, 4, 5, 2), (*sharing, 4)

@@ -8,7 +8,7 @@ from kernels.ops import codes, linear
 from tests.kernels.cases import randn
 
 pytestmark = pytest.mark.gpu
-TOKENS = [1, 2, 8, 9, 16, 17, 32, 33, 50, 64, 65, 200]
+TOKENS = [1, 2, 8, 9, 16, 17, 32, 33, 40, 41, 64, 65, 200]
 SHAPES = [(4096, 4096), (12288, 4096), (1536, 576), (96, 64), (10272, 128), (22016, 1024)]
 
 
@@ -138,4 +138,5 @@ def test_a_token_has_one_result_in_every_batch_of_its_size(shape, dtype, rng):
     for count in (1, 8, 9, 17):
         assert torch.equal(linear.linear(x[:count], weight), few[:count])
     many = linear.linear(x, weight)
-    assert torch.equal(linear.linear(x[:33], weight), many[:33])
+    for count in (33, 40, 41):
+        assert torch.equal(linear.linear(x[:count], weight), many[:count])

@@ -89,7 +89,7 @@ def test_gaps_beside_a_load_leave_out_the_prefill_of_the_request(clock):
     assert got["loading_p99_s"] == pytest.approx(0.012)
     assert got["mixed_p50_s"] == pytest.approx(6 * 0.001 + 40 * 0.0001)
     assert (got["loads"], got["hits_cpu_tokens"]) == (3, 40)
-    assert (got["num_alone"], got["num_loading"]) == (5, 6)  # two steps a load: each is one gap
+    assert (got["num_alone"], got["num_loading"]) == (6, 6)  # two steps a load: each is one gap
     assert (got["num_mixed"], got["num_beside"]) == (3, 9)
     assert got["beside_p50_s"] == pytest.approx(0.012)  # of both kinds
     assert not llm.has_unfinished()
