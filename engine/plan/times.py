@@ -26,6 +26,14 @@ WEIGHT_SHARE: Final = 1.0
 bytes; with LAYER_OVERHEAD_S (H200)."""
 KV_SHARE: Final = 0.60
 """Decode attention and what else grows with the batch, KV bytes over the copy rate (H100)."""
+ATTENTION_SHARE: Final = 0.5
+"""Attention of prompts, its operations over the rate of products: 0.5 for 32 tokens and 0.4 for 200
+behind 32,000 to 100,000, a prompt of 8,192 in 235 ms (llama31_8b, H200)."""
+PROMPT_OVERHEAD_S: Final = 18e-6
+"""Prompts of few tokens, beside their keys: attention in parts and the sum of the parts (this and
+the next: a layer of llama31_8b with 16 to 56 tokens beside 8 decodes, H200)."""
+PROMPT_ROW_SHARE: Final = 0.0045
+"""What each token of a prompt adds to the reads of products of few rows."""
 LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3580.0), (32, 3000.0), (64, 2220.0))
 """Tokens of a product at most, and what restoring weights in registers carries of codes then on a
 card of LOSSLESS_MOST_TFLOPS, however fast memory is: 85, 102 and 137 us for 16, 32 and 64."""
@@ -257,10 +265,16 @@ def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
     many_rate = place_rate
     if tokens > MAX_SMALL_TOKENS and not rates.is_cpu:
         many_rate = rates.in_place_many_gb_s * 1e9
-    attention_s = 4.0 * shape.q_size * step.prefill * min(seen, limit) / matrix_rate
+    attention_s = 4.0 * shape.q_size * step.prompt_tokens * min(seen, limit) / matrix_rate
+    attention_s /= 1.0 if rates.is_cpu else ATTENTION_SHARE
     near_bytes, far_bytes, staged_bytes = step.keys.in_layer(limit, is_first=is_first)
     far_s, staged_s = far_bytes / far.bytes_s, staged_bytes / place_rate
     read = _reads(shape, rates, tokens) * from_gpu.plain / (WEIGHT_SHARE * hbm_rate)
+    is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
+    if is_small and step.prompt_tokens:
+        read *= 1 + PROMPT_ROW_SHARE * step.prefill
+        keys_s = step.prompts * min(seen, limit) * shape.kv_layer_bytes / hbm_rate
+        attention_s = PROMPT_OVERHEAD_S + max(attention_s, keys_s)
     if in_place.plain:
         tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
         read += _reads(shape, rates, tokens) * in_place.plain * tiles / many_rate
@@ -270,9 +284,8 @@ def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
         before_s, routed_s, missed_s = _experts_s(rates, step, experts)
         restored_s, read_s = restored_s + before_s, read_s + routed_s
     # Products of few rows read while they compute; those of libraries hide little of their reads.
-    is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
     both: Callable[[float, float], float] = max if is_small else operator.add
-    seconds = both(read + read_s, flops / matrix_rate + attention_s)
+    seconds = both(read + read_s, flops / matrix_rate) + attention_s
     seconds += near_bytes / (KV_SHARE * hbm_rate) + restored_s + rates.layer_overhead_s
     seconds += step.sequences * rates.sequence_overhead_s + missed_s
     seconds += far_s - min(far_s, seconds, far.beside_s)

@@ -31,6 +31,8 @@ from tests.engine.specs import (
     NO_UVA,
     OLMO_7B,
     configuration,
+    llama,
+    plan_llama,
     plan_olmo,
     plan_small,
     planned,
@@ -91,6 +93,35 @@ def test_steps_measured_on_an_h200_are_predicted_within_fifteen_percent(
     for batch, prefill_ms in zip((1, 16), prefills_ms, strict=False):
         predicted = prefill_s(shape, rates, 256, batch) * 1e3
         assert predicted == pytest.approx(prefill_ms, rel=0.15), batch
+
+
+@pytest.mark.parametrize(
+    ("context", "own", "before", "measured_ms"),
+    [
+        (60, 0, 0, 4.11),
+        (60, 8, 8192, 5.19),
+        (60, 16, 8192, 5.25),
+        (60, 32, 8192, 5.74),
+        (60, 56, 8192, 6.33),
+        (60, 32, 2048, 5.57),
+        (60, 200, 8192, 11.05),
+        (1200, 0, 0, 4.50),
+    ],
+)
+def test_few_prompt_tokens_beside_decodes_are_predicted_within_ten_percent(
+    context: float, own: int, before: int, measured_ms: float
+) -> None:
+    """llama31_8b on an H200: 8 decodes, and tokens of one prompt behind those of a cached prefix.
+
+    Medians of five steps each, between two that only decode; those of 32 tokens before products
+    of 33 to 40 rows became faster.
+    """
+    plan = plan_llama(16384, max_num_seqs=64, max_num_batched_tokens=4096)
+    probe = {"h2d_gb_s": 55.23, "hbm_copy_gb_s": 4150.0, "bf16_tflops": 769.4}
+    rates = rates_for(GPUConfig(), replace(H200, name="NVIDIA H200"), probe)
+    shape = shape_of(plan, llama())
+    found = step_s(shape, rates, decodes=8, context=context, prefill=own, before=before)
+    assert found * 1e3 == pytest.approx(measured_ms, rel=0.1)
 
 
 def test_sheets_alone_predict_nearly_the_same() -> None:
