@@ -22,8 +22,8 @@ def by_words(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    """Return a text as lines; those after the first begin with `indent`."""
-    return by_words(text, WIDTH, indent)
+    """Return a text as lines, none of an empty one; those after the first begin with `indent`."""
+    return by_words(text, WIDTH, indent) if text else []
 
 
 def indented(texts: Iterable[str]) -> list[str]:

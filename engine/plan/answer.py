@@ -427,7 +427,10 @@ def _context_lines(context: int | None) -> list[str]:
     """Say at which length ways were compared, where it is not a short one."""
     if context is None:
         return []
-    text = f"Rates are for {context:,} tokens; some rows keep part of their KV in host memory."
+    text = (
+        f"Rates are for sequences of {context:,} tokens: some of the ways that were compared keep "
+        "KV in host memory."
+    )
     return labelled("Note", text)
 
 

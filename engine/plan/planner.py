@@ -552,15 +552,15 @@ def _plan_with_swap_space(asked: Asked, notes: list[str]) -> MemoryPlan:
             count = spread_that_fits(enough) or 0
             moved = build_plan(enough, assign_spread(asked.spec, count))
             text += (
-                f" is not enough: {enough.config.kv.swap_space:g} would be, for {count} of {layers}"
-                f" layers, {moved.swap_weights_bytes / GIB:.3f} GiB, and KV blocks."
+                f" is not enough. {enough.config.kv.swap_space:g} GiB would hold {count} of "
+                f"{layers} layers ({moved.swap_weights_bytes / GIB:.3f} GiB) and KV blocks."
             )
         raise ShortageError(plan, asked, also=text)
     plan = build_plan(asked, assign_spread(asked.spec, count))
     _check_host(plan, asked)
     weights, blocks = plan.swap_weights_bytes, plan.kv.host_blocks
     note = (
-        f"swap_space={size:g} GiB: {count} of {layers} layers ({weights / GIB:.2f} GiB) live in "
+        f"swap_space={size:g} GiB: {count} of {layers} layers ({weights / GIB:.2f} GiB) are in "
         f"host memory; the rest holds {blocks[0]} KV blocks ({plan.kv.num_bytes(blocks) / GIB:.2f} "
         "GiB)."
     )

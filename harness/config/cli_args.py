@@ -55,7 +55,9 @@ def _setting_like(option: str) -> str:
     name, _, value = option.strip("-").replace("-", "_").partition("=")
     paths = (found.path for found in settings(RunConfig) if found.path.endswith(f".{name}"))
     path = next(paths, None)
-    return "model=glass" if path is None else f"{path}={value or 'VALUE'}"
+    if path is None and name not in GROUPS:
+        return "model=glass"
+    return f"{path or name}={value or 'VALUE'}"
 
 
 def _build_parser() -> _Parser:

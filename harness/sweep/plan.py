@@ -66,8 +66,10 @@ def _other_lines(found: Forecast, reported_gib: float) -> list[str]:
     sequence = f"one sequence of {length:,} tokens needs {need:.2f} GiB of KV"
     least = math.ceil(round((need - reported_gib) * 100, 6)) / 100
     head = f"The engine that reported {reported_gib:.2f} GiB for its KV cache: {sequence}"
+    note = "The figure above describes that engine's memory, those below describe this engine's."
     if least <= 0:
-        return ["", *wrapped(f"{head}. That fits, so no weights have to leave the GPU.")]
+        text = f"{head}. That fits, so no weights have to leave the GPU."
+        return ["", *wrapped(text), *labelled("Note", note)]
     name = found.config.model.source.repo or found.config.model.name
     text = f"{head}. {least:.2f} GiB are missing; it has to offload at least as much:"
     if least > size:
@@ -82,7 +84,6 @@ def _other_lines(found: Forecast, reported_gib: float) -> list[str]:
     room = math.floor((size - least) * 100) / 100
     limits = f'{{0: "{room:g}GiB", "cpu": "{math.ceil(least + 1)}GiB"}}'
     accelerate = f'device_map="auto", max_memory={limits}'
-    note = "The figure above describes that engine's memory, those below describe this engine's."
     return [
         "",
         *wrapped(text),
@@ -139,7 +140,7 @@ def _essential(found: Forecast) -> Iterator[str]:
     yield from found.notes
     answer: Any = found.answer
     notes = (answer.plan or {}).get("notes", ()) if found.plan is None else found.plan.notes
-    yield from (note for note in notes if note.startswith(("fallback", "torch")))
+    yield from (note for note in notes if note.startswith(("fallback", "swap_space", "torch")))
     if found.facts.kind == "cuda" and open_gpu() is None:
         yield "No GPU is here: a run here lets the CPU stand in for the card, in float32."
 

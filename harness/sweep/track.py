@@ -13,9 +13,9 @@ from harness.point.describe import what_varies
 from harness.point.show import build_report, status_text
 from harness.tracking.base import SweepFacts
 from harness.tracking.mlflow import open_tracker
-from reports.record.judging import best_of
+from reports.compare import best_by_model
 from reports.record.metrics import found, metric_number
-from reports.record.record import MEASURED, RunRecord, write_text_atomic
+from reports.record.record import RunRecord, write_text_atomic
 
 
 def sweep_lines(
@@ -86,15 +86,8 @@ def _rows(
 
 def _best(records: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     """Who is best in each metric that has one, a winner only where repeats say so."""
-    points = [
-        (name, record.metrics)
-        for name, record in zip(names, records, strict=True)
-        if record.status in MEASURED and record.valid is not False
-    ]
-    if len(points) < 2:
-        return
-    metrics = found("best", [each for _, each in points])
-    bests = [best for metric in metrics if (best := best_of(points, metric)) is not None]
+    bests = best_by_model(list(zip(names, records, strict=True)))
+    bests = [best for best in bests if best.next_label is not None]
     for best in bests:
         yield f"{best.title}: {best.label}, {best.text}, {best.against}"
     remedies = " ".join(dict.fromkeys(filter(None, (best.remedy for best in bests))))

@@ -292,7 +292,7 @@ class MlflowTracker(Tracker):
         )
         if found:
             return str(found[0].info.run_id)
-        shared = {key: tags[key] for key in ("git.sha", "git.dirty", "model") if key in tags}
+        shared = {key: tags[key] for key in ("git.sha", "git.dirty") if key in tags}
         own = {**shared, **_own_tags(), "harness.kind": "sweep", "harness.sweep_id": sweep_id}
         own[SWEEPS] = sweep_id
         name = sweep.title or f"sweep {sweep_id}"
@@ -463,16 +463,16 @@ def _is_finite(value: object) -> bool:
 
 def note(record: RunRecord) -> str:
     """Return a short summary in Markdown for the run's page."""
-    lines = [f"**{record.status}** {record.name}"]
+    figures = [
+        f"{metric.label} {metric_text(metric.name, record.metrics[metric.name])}"
+        for metric in found("sweep", [record.metrics])
+    ]
+    lines = [f"**{record.status}** {', '.join([record.name, *figures])}"]
     if record.environment.get("emulated") is True:
         lines.append("Emulated on the CPU: not a GPU's figures.")
     if record.error is not None:
         lines.append(f"{record.error['type']}: {record.error['message']}")
     lines += [f"- {reason}" for reason in record.reasons]
-    lines += [
-        f"- {metric.label}: {metric_text(metric.name, record.metrics[metric.name])}"
-        for metric in found("sweep", [record.metrics])
-    ]
     return "\n\n".join(lines)
 
 

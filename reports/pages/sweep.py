@@ -14,6 +14,7 @@ from reports.compare import (
     Row,
     Run,
     UnlikeError,
+    best_by_model,
     check_alike,
     compared_metrics,
     differing_settings,
@@ -33,9 +34,9 @@ from reports.pages.page import (
     definitions,
 )
 from reports.pages.verdict import error_line, judged, noted_state, reasons, status_kind
-from reports.record.judging import ONE_RUN_EACH, best_of, gain
+from reports.record.judging import ONE_RUN_EACH, gain
 from reports.record.metrics import Metric, found, metric_number, metric_text
-from reports.record.record import MEASURED, RunRecord
+from reports.record.record import RunRecord
 from reports.record.text import ABSENT
 
 ALT: Final = (
@@ -185,9 +186,6 @@ def _span(records: Sequence[RunRecord], num_points: int) -> str:
 
 def _best_cards(runs: Sequence[Run]) -> list[Card]:
     """Return the best point for each metric that has one, a winner only where repeats say so."""
-    good = [run for run in runs if run.status in MEASURED and judged(run.record) is not False]
-    points = [(run.whole_title, run.metrics) for run in good]
-    bests = [best_of(points, metric) for metric in found("best", [run.metrics for run in good])]
     return [
         Card(
             label=best.title,
@@ -195,8 +193,7 @@ def _best_cards(runs: Sequence[Run]) -> list[Card]:
             unit=best.metric.unit,
             note=f"point {best.label}; {best.against}",
         )
-        for best in bests
-        if best is not None
+        for best in best_by_model([(run.whole_title, run.record) for run in runs])
     ]
 
 

@@ -144,7 +144,7 @@ def test_swap_space_that_is_too_small_is_refused_with_what_is_needed() -> None:
     with pytest.raises(CapacityError) as error:
         plan_olmo(kv={"swap_space": 0.5})
     found = re.search(
-        r"swap_space=0\.5 GiB is not enough: ([\d.]+) would be, for (\d+) of 32 layers",
+        r"swap_space=0\.5 GiB is not enough\. ([\d.]+) GiB would hold (\d+) of 32 layers",
         str(error.value),
     )
     assert found

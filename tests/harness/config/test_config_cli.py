@@ -67,7 +67,9 @@ def test_options_may_stand_anywhere() -> None:
     ("words", "message"),
     [
         (["--multirn"], "unknown option --multirn. Did you mean --multirun?"),
-        (["--model", "glass"], "unknown option --model. A setting: model=glass. See"),
+        (["--model", "olmo7b"], "unknown option --model. A setting: model=VALUE. See"),
+        (["--gpu=l4_24gb"], "unknown option --gpu=l4_24gb. A setting: gpu=l4_24gb. See"),
+        (["--nothing"], "unknown option --nothing. A setting: model=glass. See"),
         (
             ["--cpu-offload-gb", "4"],
             "unknown option --cpu-offload-gb. A setting: offload.uva.cpu_offload_gb=VALUE. See",

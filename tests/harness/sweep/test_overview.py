@@ -106,3 +106,18 @@ def test_the_live_view_says_where_the_sweep_stands(tmp_path, monkeypatch):
     open_display(shown, sweep=sweep_title(replace(sweep, point_s=None), "a=1")).close()
     assert shown.getvalue() == "point 3 of 6 a=1\n"
     assert sweep_title(None, "a") is None
+
+
+def test_points_of_several_models_are_held_against_those_of_their_own(tmp_path):
+    rates = {"a=1 x=1": 20.0, "a=1 x=2": 30.0, "a=2 x=1": 400.0, "a=2 x=2": 500.0, "a=3 x=1": 9.0}
+    points = []
+    for name, rate in rates.items():
+        point = record(name, {"throughput/output_tok_s": rate})
+        point.config = {"model": {"name": name, "spec": {"num_layers": int(name[2])}}}
+        point.overrides = name.split()
+        points.append(point)
+    found = [line for line in lines(tmp_path, *points) if "winner" in line]
+    assert [line.split(", 1")[0] for line in found] == [
+        "  Highest output, no winner: a=1 x=2, 30.0 tok/s",
+        "  Highest output, no winner: a=2 x=2, 500.0 tok/s",
+    ]

@@ -153,7 +153,7 @@ def test_a_point_is_mirrored(tmp_path, request, client):
     assert tags["harness.run_id"] == record.run_id
     assert len(tags["harness.config_hash"]) == 64
     assert tags["mlflow.note.content"].startswith("**ok**")
-    assert "- TTFT p50: 500.0 ms" in tags["mlflow.note.content"]
+    assert ", TTFT p50 500.0 ms," in tags["mlflow.note.content"]
     params = mirrored.data.params
     assert params.keys() == flat_params(config).keys()
     assert (params["model"], params["offload"], params["engine.seed"]) == ("tiny", "none", "0")
