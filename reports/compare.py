@@ -7,7 +7,6 @@ from typing import Final
 
 from reports import facts
 from reports.record.folders import Point
-from reports.record.judging import Best, best_of, impossible_rate
 from reports.record.metrics import Metric, Metrics, found
 from reports.record.record import MEASURED, RecordError, RunRecord
 from reports.record.text import flatten, last_keys, leaf, shorten
@@ -241,27 +240,6 @@ def _work(record: RunRecord) -> dict[str, object]:
     for name, digest in (record.effective.get("inputs") or {}).items():
         work[f"scenario.{name}"] = f"content {digest}"[:20]
     return work
-
-
-def best_by_model(points: Sequence[tuple[str, RunRecord]]) -> list[Best]:
-    """Return the best of points (label, record) in each metric that has one, for each model.
-
-    Points that were not measured, or are not valid, do not count; nor does a model with one point
-    beside others.
-    """
-    groups: dict[str, list[tuple[str, Metrics]]] = {}
-    for label, record in points:
-        counts = record.valid is not False and not impossible_rate(record)
-        if record.status in MEASURED and counts:
-            model = {key: value for key, value in _work(record).items() if key.startswith("model.")}
-            groups.setdefault(repr(model), []).append((label, record.metrics))
-    several = [group for group in groups.values() if len(group) > 1]
-    return [
-        best
-        for group in (several if len(groups) > 1 else groups.values())
-        for metric in found("best", [metrics for _, metrics in group])
-        if (best := best_of(group, metric)) is not None
-    ]
 
 
 def unequal_tokens(base: RunRecord, other: RunRecord) -> dict[str, tuple[int, int]]:

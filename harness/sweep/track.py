@@ -13,7 +13,7 @@ from harness.point.describe import what_varies
 from harness.point.show import build_report, status_text
 from harness.tracking.base import SweepFacts
 from harness.tracking.mlflow import open_tracker
-from reports.compare import best_by_model
+from reports.record.judging import best_by_model
 from reports.record.metrics import found, metric_number
 from reports.record.record import RunRecord, write_text_atomic
 

@@ -14,7 +14,6 @@ from reports.compare import (
     Row,
     Run,
     UnlikeError,
-    best_by_model,
     check_alike,
     compared_metrics,
     differing_settings,
@@ -34,7 +33,7 @@ from reports.pages.page import (
     definitions,
 )
 from reports.pages.verdict import error_line, judged, noted_state, reasons, status_kind
-from reports.record.judging import ONE_RUN_EACH, gain
+from reports.record.judging import ONE_RUN_EACH, best_by_model, gain
 from reports.record.metrics import Metric, found, metric_number, metric_text
 from reports.record.record import RunRecord
 from reports.record.text import ABSENT

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeGuard
 
-from reports.record.metrics import Metric, Metrics, base_name, metric_text, shown
+from reports.record.metrics import Metric, Metrics, base_name, found, metric_text, shown
 from reports.record.record import MEASURED, RunRecord
 from reports.record.text import GIB, gib, number
 
@@ -135,6 +135,35 @@ def best_of(points: Sequence[tuple[str, Metrics]], metric: Metric) -> Best | Non
         gain=gain(metric, second[1], first) if second else None,
         interval=gain_interval(metric, second[1], first) if second else None,
     )
+
+
+def best_by_model(points: Sequence[tuple[str, RunRecord]]) -> list[Best]:
+    """Return the best of points (label, record) in each metric that has one, for each model.
+
+    Points that were not measured, or are not valid, do not count; nor does a model with one point
+    beside others.
+    """
+    groups: dict[str, list[tuple[str, Metrics]]] = {}
+    for label, record in points:
+        counts = record.valid is not False and not impossible_rate(record)
+        if record.status in MEASURED and counts:
+            groups.setdefault(_model(record), []).append((label, record.metrics))
+    several = [group for group in groups.values() if len(group) > 1]
+    return [
+        best
+        for group in (several if len(groups) > 1 else groups.values())
+        for metric in found("best", [metrics for _, metrics in group])
+        if (best := best_of(group, metric)) is not None
+    ]
+
+
+def _model(record: RunRecord) -> str:
+    """Return what says which model ran, in any format: its sizes, else its name."""
+    node = record.config.get("model")
+    if not isinstance(node, Mapping):
+        return ""
+    sizes = node.get("spec") or {"name": node.get("name")}
+    return repr({key: sizes[key] for key in sizes if key not in {"quantization", "dtype"}})
 
 
 UNRESOLVED: Final = "no difference resolved"
