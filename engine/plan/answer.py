@@ -315,7 +315,8 @@ def _if_host_had_room(asked: Asked) -> str:
     if asked.config.planner.choose or asked.reference:
         return ""
     words = [auto_settings(asked)] if auto_fits(asked) else []
-    words += [way.settings for way in (least_uva(asked), least_prefetch(asked)) if way]
+    simple = least_uva(asked) or least_prefetch(asked)
+    words += [simple.settings] if simple is not None else []
     return "; or ".join(map(" ".join, words))
 
 
