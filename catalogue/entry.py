@@ -69,9 +69,9 @@ class Model(LoadConfig):
     """The model: its sizes, where its weights are and how they are loaded."""
 
     name: str
-    """Short name; the folder of the converted checkpoint and the report carry it."""
+    """Short name, used for the folder of a converted checkpoint and in reports."""
     path: str | None = None
-    """Local folder with config.json and weights; set, it is used instead of `source`."""
+    """Local folder with config.json and weights; if set, it replaces `source`."""
     source: ModelSource = field(default_factory=ModelSource)
     """Where the weights come from otherwise."""
     spec: ModelSpec | None = None

@@ -31,11 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tightfit ui", description="Show all runs in MLflow, in the browser."
     )
-    parser.add_argument("--port", type=int, default=5000, help="where it listens (default: 5000)")
-    parser.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")
+    parser.add_argument("--port", type=int, default=5000, help="port (default: 5000)")
+    parser.add_argument("--host", default="127.0.0.1", help="address (default: this machine only)")
     parser.add_argument("--store", help="tracking URI (default: the database in TIGHTFIT_HOME)")
     parser.add_argument(
-        "--experiment", default=TrackingConfig().experiment, help="whose page is named"
+        "--experiment",
+        default=TrackingConfig().experiment,
+        help="experiment whose address is printed",
     )
     asked = parser.parse_args(arguments)
     home = tightfit_home()

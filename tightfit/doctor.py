@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from catalogue.terminal import EXIT_OK, columns, show
+from engine.lines import indented
 from engine.plan.resolve import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
 from engine.sealed import GIB
 from harness.needs import PYTHONS
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     show(columns([(line.verdict, line.name, line.found) for line in lines], left={0, 1, 2}))
     remedies = [line for line in lines if line.remedy]
     if remedies:
-        show(["", *(f"  {line.name}: {line.remedy}" for line in remedies)])
+        show(["", *indented(f"{line.name}: {line.remedy}" for line in remedies)])
     return _code(lines)
 
 
@@ -159,8 +160,8 @@ def _gpu(facts: Facts) -> Iterator[Line]:
     """Yield driver, GPU, its memory, link as it is and as it was probed."""
     gpu = facts.gpu
     if gpu is None:
-        remedy = "Runs are emulated on the CPU. With a GPU in the machine, install its driver."
-        yield Line("driver", "warn", "none that NVML knows", remedy)
+        remedy = "Runs are emulated on the CPU. If the machine has a GPU, install its driver."
+        yield Line("driver", "warn", "none found by NVML", remedy)
         yield Line("GPU", "warn", "none", "`tightfit plan gpu=NAME` plans for a card elsewhere.")
         yield _probed(facts)
         return
@@ -231,7 +232,7 @@ def _host(facts: Facts) -> Iterator[Line]:
     """Yield memory of the host, what may be locked of it, huge pages."""
     free = facts.ram_free_bytes
     found = f"{free / GIB:.1f} GiB free"
-    remedy = "Offloaded weights lie in host memory: close what holds it, or offload less."
+    remedy = "Offloaded weights need host memory: close programs that use it, or offload less."
     if free < LEAST_FREE_RAM_BYTES:
         yield Line("host memory", "bad", found, remedy)
     else:

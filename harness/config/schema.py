@@ -46,13 +46,13 @@ class AbConfig(Sealed):
 
     section: ClassVar = "ab"
     a: list[str] = field(default_factory=list)
-    """Overrides of side a, which the ratios are over, such as [offload=none]."""
+    """Overrides of side a, the denominator of the ratios, such as [offload=none]."""
     b: list[str] = field(default_factory=list)
     """Overrides of side b."""
     pairs: int = number(4, low=1, high=_MOST_PAIRS)
     """Runs of both sides, in the order A B, B A, A B, ..., each in fresh processes."""
     aa_pairs: int = number(3, low=0, high=_MOST_PAIRS)
-    """Runs of side a against itself before, which say what this machine can resolve; 0: none."""
+    """Earlier runs of side a against itself, which show what this machine can resolve; 0: none."""
 
     def check(self) -> None:
         """Raise ConfigError when there is nothing to compare."""
@@ -115,7 +115,7 @@ class FakeScript(Sealed):
     gpu_peak_gib: float | None = number(None, **_AMOUNT)
     """Highest GPU memory in use; null: what was planned."""
     host_touched_gib: float = number(0.0, **_AMOUNT)
-    """Host memory that the worker really takes while it builds, for figures of memory."""
+    """Host memory that the worker allocates while it builds, GiB."""
     fail: str = choice(FAILURES, "none")
     """none | no_fit | oom | host_oom | error | exit | sigkill | sigsegv | hang."""
     fail_at: str = choice(PLACES, "step")
@@ -123,10 +123,10 @@ class FakeScript(Sealed):
     fail_after_steps: int = number(0, low=0)
     """Steps of warm-ups and timed requests before a failure at step."""
     refuse_every: int | None = number(None, low=1)
-    """Refuse timed requests whose number it divides; null: none."""
+    """Refuse every timed request whose number is a multiple of this; null: none."""
     break_every: int | None = number(None, low=1)
-    """End timed requests whose number it divides with an error in the step after that
-    of its first token; null: none."""
+    """End every timed request whose number is a multiple of this with an error, in the step
+    after its first token; null: none."""
     stop_after: int | None = number(None, low=1)
     """Tokens after which an answer stops by itself, if it is longer; null: at its full length."""
     wrong_token_at: int | None = number(None, low=0)
@@ -255,7 +255,7 @@ class RequestSet(Sealed):
     num_requests: int = number(32, **REQUESTS)
     """Requests that are timed."""
     warmup_requests: int = number(2, low=0, high=MOST_REQUESTS)
-    """Requests before, not timed, with prompts of their own."""
+    """Requests before the timed ones, with prompts of their own."""
     prompt_tokens: int = number(128, **TOKENS)
     """Tokens of each synthetic prompt; the prompts of prompts_file have their own lengths."""
     output_tokens: int = number(64, **TOKENS)
@@ -316,7 +316,7 @@ class QualityScenario(Sealed):
 
     section: ClassVar = "scenario.quality"
     text_file: str | None = None
-    """Text in UTF-8 that perplexity is of and prompts are parts of; null: Python's language
+    """UTF-8 text from which windows for perplexity and prompts are taken; null: Python's language
     reference, which Python ships (pydoc_data.topics)."""
     window_tokens: int = number(512, low=2, high=MOST_LENGTH)
     """Tokens of the text that are computed together; fewer than the model's context has."""
@@ -326,7 +326,7 @@ class QualityScenario(Sealed):
     num_windows: int | None = number(32, **REQUESTS)
     """Windows, from the beginning of the text; null: all of it."""
     num_prompts: int = number(16, low=0, high=MOST_REQUESTS)
-    """Prompts of which greedy tokens are compared; 0: none."""
+    """Prompts whose greedy tokens are compared; 0: none."""
     prompt_tokens: int = number(64, **TOKENS)
     """Tokens of each."""
     output_tokens: int = number(64, **TOKENS)
@@ -489,7 +489,7 @@ class TrackingConfig(Sealed):
     uri: str | None = None
     """Tracking URI; null: the SQLite file in TIGHTFIT_HOME."""
     experiment: str = "tightfit"
-    """Name of the MLflow experiment; compare runs of one."""
+    """Name of the MLflow experiment. MLflow compares the runs within one."""
 
     def check(self) -> None:
         """Raise ConfigError when a field has no effect or is empty."""

@@ -290,8 +290,8 @@ class PeakSearch(Sealed):
     max_trials: int = number(8, low=2, high=MOST_REQUESTS)
     """End after this many rates."""
     duration_s: float = number(10.0, **SECONDS)
-    """Least seconds of arrivals at each rate; num_requests is raised to it. In a shorter time a
-    queue that grows does not show, and the peak comes out too high."""
+    """Least seconds of arrivals at each rate; num_requests is raised to it. In a shorter time, a
+    growing queue goes unnoticed, and the peak is too high."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds."""

@@ -353,35 +353,47 @@ _FILE_KEYS: Final = (
 HELP: Final = """\
 usage: tightfit search [OPTION ...] [GROUP=FILE | KEY=VALUE ...]
 
-Looks for the settings with the best value of a metric: each trial is one point of the harness.
-Settings with several values are what is searched: a,b or choice(a,b), range(start,stop,step),
-interval(low,high), tag(log,interval(low,high)), int(interval(low,high)). Those below offload.uva
-and offload.prefetch belong to trials with that offload. Where none has several values, offload and
-its sizes are searched. A plan that does not fit is refused before anything is built.
+Looks for the settings with the best value of a metric. Each trial is one point.
+The search varies the settings with several values: a,b or choice(a,b),
+range(start,stop,step), interval(low,high), tag(log,interval(low,high)),
+int(interval(low,high)). Those of offload.uva and offload.prefetch apply to
+trials with that offload. If no setting has several values, the search varies
+the offload and its sizes. A plan that does not fit is refused before anything
+is built.
 
 options:
-  --maximize METRIC, --minimize METRIC   what counts, such as throughput/output_tok_s
-  --subject-to METRIC<=NUMBER            must hold; may be repeated; also >=
-  --trials N        trials that are built (default 20); refused plans do not count
+  --maximize METRIC, --minimize METRIC
+                    the objective, such as throughput/output_tok_s
+  --subject-to METRIC<=NUMBER
+                    a constraint, also with >=; may be repeated
+  --trials N        trials that are built (default 20); refused plans do not
+                    count
   --minutes M       no trial begins later than this after the start
-  --seed N          of the proposals (default 0)
-  --name NAME       of the search; the same search goes on where it stopped
-  --file FILE       YAML with base (list of overrides), space (key: values), maximize or minimize,
-                    subject_to (list), trials, minutes, seed, name; the command line wins
-  --config-dir FOLDER   look for configuration files there too
+  --seed N          seed of the proposals (default 0)
+  --name NAME       name of the search; the same search resumes
+  --file FILE       YAML with base (list of overrides), space (key: values),
+                    maximize or minimize, subject_to (list), trials, minutes,
+                    seed, name; the command line overrides it
+  --config-dir FOLDER
+                    look for configuration files there too
 
-A space with no more combinations than trials is tried completely. A trial that does not fit, fails,
-is not valid or lacks a metric is a failed trial with its reason. Needs Optuna, which the extra
-`search` installs: pip install '.[search]' in a checkout.
+If the space has no more combinations than trials, all of them are tried. A
+trial fails, with a reason, if it does not fit, does not end ok, is not valid or
+lacks a metric. Needs Optuna, which the extra `search` installs:
+pip install '.[search]' in a checkout.
 
 example:
-  tightfit search +model=olmo7b gpu=rtx4080_16gb scenario=all offload=uva,prefetch \\
-    'offload.uva.cpu_offload_gb=range(4,12,0.5)' \\
-    'offload.prefetch.offload_num_in_group=range(3,9)' offload.prefetch.offload_group_size=8 \\
+  tightfit search +model=olmo7b gpu=rtx4080_16gb scenario=all \\
+    offload=uva,prefetch 'offload.uva.cpu_offload_gb=range(4,12,0.5)' \\
+    'offload.prefetch.offload_num_in_group=range(3,9)' \\
+    offload.prefetch.offload_group_size=8 \\
     --maximize throughput/output_tok_s --subject-to 'latency/ttft_ms/p50<=500'
 
-exit codes: 0 a best trial was found, 2 the request is wrong, 3 no trial meets the constraints or
-the search ended early, as 50 proposals in a row did not fit or were known, 130 interrupted
+exit codes:
+  0 a best trial was found           2 the request is wrong
+  3 no trial meets the constraints, or the search ended early, because 50
+    proposals in a row did not fit or were known
+  130 interrupted
 """
 
 
