@@ -336,15 +336,20 @@ def answer(
 
 def _planned(asked: Asked) -> Planned:
     """Return what plans other configurations of the same model on the same machine."""
+    return lambda config: plan_if_fits(config, asked.spec, asked.facts, asked.unpackable)
 
-    def planned(config: EngineConfig) -> MemoryPlan | None:
-        try:
-            known = asked.unpackable
-            return plan_memory(config, asked.spec, asked.facts, unpackable=known, explain=False)
-        except (CapacityError, ConfigError):
-            return None
 
-    return planned
+def plan_if_fits(
+    config: EngineConfig,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    unpackable: Mapping[str, str] = NOTHING_KNOWN,
+) -> MemoryPlan | None:
+    """Return the plan of plan_memory; None: it does not fit, or the settings do not agree."""
+    try:
+        return plan_memory(config, spec, facts, unpackable=unpackable, explain=False)
+    except (CapacityError, ConfigError):
+        return None
 
 
 def asked_of(

@@ -8,13 +8,12 @@ from catalogue.cards import card_names, card_sheet
 from catalogue.terminal import columns
 from engine.asked.config import EngineConfig, GPUConfig
 from engine.asked.offload import OffloadConfig
-from engine.errors import CapacityError, ConfigError
 from engine.lines import labelled, wrapped
 from engine.plan.advise import DEFAULT_TOKENS, LOSSLESS_WORDS, lossless_resident
 from engine.plan.answer import WORTH, Way, rate
 from engine.plan.cards import DeviceFacts
 from engine.plan.memory import MemoryPlan
-from engine.plan.planner import asked_of, placed, plan_memory
+from engine.plan.planner import asked_of, placed, plan_if_fits
 from engine.plan.resolve import BFLOAT16_CAPABILITY
 from engine.sealed import GIB
 from harness.forecast.rows import Forecast
@@ -120,10 +119,7 @@ def _auto(base: EngineConfig) -> EngineConfig:
 
 
 def _plan(config: EngineConfig, found: Forecast) -> MemoryPlan | None:
-    try:
-        return plan_memory(config, found.spec, DeviceFacts.of_card(config.gpu), explain=False)
-    except (CapacityError, ConfigError):
-        return None
+    return plan_if_fits(config, found.spec, DeviceFacts.of_card(config.gpu))
 
 
 def _whole(base: EngineConfig, found: Forecast) -> tuple[Way | None, Way | None]:

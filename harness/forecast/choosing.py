@@ -10,12 +10,11 @@ from catalogue.cards import card_sheet
 from catalogue.files import CONF
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
-from engine.errors import CapacityError
 from engine.model.spec import ModelSpec
-from engine.plan.advise import lossless_resident, step_s
+from engine.plan.advise import lossless_resident, off_gpu_bytes, step_s
 from engine.plan.cards import DeviceFacts
 from engine.plan.memory import Asked, MemoryPlan, build_plan, plan_fits
-from engine.plan.planner import asked_of, plan_memory
+from engine.plan.planner import asked_of, plan_if_fits
 from engine.plan.policy import assign_resident
 from engine.sealed import GIB
 from reports.record.text import number
@@ -231,11 +230,8 @@ def _planned(
     planner: PlannerConfig,
     offload: OffloadConfig | None = None,
 ) -> MemoryPlan | None:
-    try:
-        config = _config(spec, gpu, planner, offload)
-        return plan_memory(config, spec, DeviceFacts.of_card(gpu), explain=False)
-    except CapacityError:
-        return None
+    config = _config(spec, gpu, planner, offload)
+    return plan_if_fits(config, spec, DeviceFacts.of_card(gpu))
 
 
 def _plan(spec: ModelSpec, size_gb: int, planner: PlannerConfig) -> MemoryPlan | None:
@@ -248,8 +244,7 @@ def _auto(spec: ModelSpec, size_gb: int) -> MemoryPlan | None:
 
 
 def _host(plan: MemoryPlan) -> str:
-    placed = plan.placed_bytes()
-    num_bytes = sum(placed.values()) - placed["resident"]
+    num_bytes = off_gpu_bytes(plan)
     return f"{num_bytes / GIB:.1f}" if num_bytes else "none"
 
 
