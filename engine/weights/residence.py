@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,25 +11,6 @@ from engine.plan.units import Feed, Slots
 
 Operands = Mapping[str, Any]
 """What products take, by short name."""
-
-
-class LayerFeed(Protocol):
-    """Copies units to where compute reads them."""
-
-    copied_bytes: int
-    """Bytes enqueued host to device so far."""
-
-    def begin_step(self) -> None:
-        """Prepare the first units of a step."""
-
-    def acquire(self, k: int) -> int:
-        """Make unit k readable on the compute stream; return its slot."""
-
-    def release(self, k: int) -> None:
-        """Unit k's last use is enqueued; its slot may be refilled."""
-
-    def end_step(self) -> None:
-        """Join all copies to the compute stream."""
 
 
 class SlotRing:
@@ -62,6 +43,7 @@ class SlotRing:
         self._held: list[int | None] = [None] * self._num_slots
         self._pending: list[Any] = [None] * self._num_slots
         self.copied_bytes = 0
+        """Bytes enqueued host to device so far."""
 
     def begin_step(self) -> None:
         """Start the copies of first units that are not in their slot already."""
@@ -131,6 +113,10 @@ class OnDemandSlot:
         """Nothing runs ahead."""
 
 
+LayerFeed = SlotRing | OnDemandSlot
+"""Copies units to where compute reads them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """One unit in host memory."""
@@ -143,33 +129,6 @@ class Held:
     """Views of host memory; None where the residence does not read there."""
     copied: Sequence[Operands]
     """Views of each slot."""
-
-
-class Units(Protocol):
-    """The units of one residence, in the order of their layers."""
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes enqueued host to device so far."""
-
-    @property
-    def in_place_bytes(self) -> int:
-        """Bytes that steps read in host memory so far."""
-
-    def places(self, k: int) -> Sequence[Operands]:
-        """Return what `acquire` of unit k chooses from."""
-
-    def begin_step(self, *, is_staged: bool) -> None:
-        """Start what a step needs first."""
-
-    def acquire(self, k: int) -> int:
-        """Make unit k readable on the compute stream; return the number of its place."""
-
-    def release(self, k: int) -> None:
-        """Say that the last use of unit k in this step is enqueued."""
-
-    def end_step(self) -> None:
-        """Join what runs beside the compute stream."""
 
 
 class HeldUnits:

@@ -23,13 +23,15 @@ from engine.plan.experts import COUNTER_BYTES, BankLayout, ExpertLayer, bank_ten
 from engine.plan.memory import MemoryPlan
 from engine.plan.units import CACHED, RESIDENCES, LayerPlan, Residence, Slab, Slots, Unit
 from engine.weights.experts import ROUTED, CachedUnits, CountedExperts, ExpertBank
-from engine.weights.residence import Held, HeldUnits, Operands, Units
+from engine.weights.residence import Held, HeldUnits, Operands
 from kernels.arguments import ExpertArrays, ExpertCache, expert_cache
 from kernels.ops import codes, linear, quantised
 from kernels.sizes import expert_cache_bytes
 
 OPERATORS: Final = Operators(linear, codes, quantised)
 """What formats have products of."""
+Units = HeldUnits | CachedUnits
+"""The units of one residence, in the order of their layers."""
 
 
 class WeightStore:
