@@ -128,7 +128,7 @@ def _freeze(value: Any) -> Any:
     return frozenset(value) if isinstance(value, set) else value
 
 
-def check_number(
+def number_fault(
     name: str,
     value: Any,
     *,
@@ -137,22 +137,30 @@ def check_number(
     integer: bool = False,
     low_open: bool = False,
     hint: str = "",
-) -> None:
-    """Raise ConfigError unless `value` is a finite number (or an integer) in [low, high].
+    kinds: tuple[type, type] = (int, float),
+) -> str | None:
+    """Return what is wrong unless `value` is a finite number (or an integer) in [low, high].
 
-    With `low_open` in (low, high]. The message names the setting and ends in the hint.
+    With `low_open` in (low, high]. The message names the setting and ends in the hint. `kinds` are
+    those of integers and of other numbers.
     """
-    kinds = (int,) if integer else (int, float)
-    kind = "an integer" if integer else "a number"
+    is_kind = isinstance(value, kinds[:1] if integer else kinds) and not isinstance(value, bool)
+    # NaN, infinities and integers beyond every float compare false here.
+    is_finite = is_kind and -sys.float_info.max <= value <= sys.float_info.max
+    if is_finite and (value > low if low_open else value >= low) and value <= high:
+        return None
+    kind = (
+        "an integer" if integer else "a finite number" if is_kind and not is_finite else "a number"
+    )
     sign = ">" if low_open else ">="
     bounds = f"{sign} {low:g}" + ("" if math.isinf(high) else f" and <= {high:g}")
-    ok = isinstance(value, kinds) and not isinstance(value, bool)
-    # NaN, infinities and integers beyond every float compare false here.
-    ok = ok and -sys.float_info.max <= value <= sys.float_info.max
-    ok = ok and (value > low if low_open else value >= low) and value <= high
-    if not ok:
-        tail = f" {hint}" if hint else ""
-        raise ConfigError(f"{name}: expected {kind} {bounds}, got {value!r}.{tail}")
+    return f"{name}: expected {kind} {bounds}, got {value!r}.{f' {hint}' if hint else ''}"
+
+
+def check_number(name: str, value: Any, **bounds: Any) -> None:
+    """Raise ConfigError unless `value` is a number within the bounds, as number_fault takes."""
+    if fault := number_fault(name, value, **bounds):
+        raise ConfigError(fault)
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -1,8 +1,6 @@
 """SamplingParams: how the tokens of one request are chosen, and when it ends."""
 
 import copy
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +9,11 @@ from typing import Any, Final
 
 from engine.asked.structured import StructuredOutput, refusal
 from engine.errors import RequestError, did_you_mean
+from engine.sealed import number_fault
 
 MAX_LOGPROBS = 20
 MAX_N = 4096
 MAX_BIASES = 1024
-FLOAT_MAX = sys.float_info.max
 SAMPLER_GREEDY_ELEMENTS = 2**23
 """Logits that the sampler takes at once where it only looks for the largest."""
 SAMPLER_SORT_ELEMENTS = 2**21
@@ -309,29 +307,9 @@ def check_text(name: str, value: object, hint: str) -> None:
         )
 
 
-def _check_number(
-    name: str,
-    value: Any,
-    *,
-    low: float,
-    high: float = math.inf,
-    integer: bool = False,
-    low_open: bool = False,
-    hint: str,
-) -> None:
-    is_number = not isinstance(value, bool) and isinstance(value, Integral if integer else Real)
-    # NaN and integers beyond float compare false here; integers have no other bounds than asked.
-    is_finite = is_number and (integer or -FLOAT_MAX <= value <= FLOAT_MAX)
-    if not is_finite or not low <= value <= high or (low_open and value == low):
-        kind = "an integer" if integer else "a finite number"
-        bounds = _bounds(low, high, ">" if low_open else ">=")
-        raise RequestError(f"{name}: expected {kind}{bounds}, got {value!r}. {hint}", param=name)
+def _check_number(name: str, value: Any, **bounds: Any) -> None:
+    if fault := number_fault(name, value, kinds=(Integral, Real), **bounds):
+        raise RequestError(fault, param=name)
 
 
 _check_integer = partial(_check_number, integer=True)
-
-
-def _bounds(low: float, high: float, sign: str) -> str:
-    parts = [f"{sign} {low:g}"] if math.isfinite(low) else []
-    parts += [f"<= {high:g}"] if math.isfinite(high) else []
-    return " " + " and ".join(parts) if parts else ""

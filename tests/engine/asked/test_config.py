@@ -46,7 +46,7 @@ def tiny_spec(**changes: Any) -> ModelSpec:
         (KVConfig, {"block_size": [16]}, ["kv.block_size", "[16]"]),
         (KVConfig, {"disable_sliding_window": "no"}, ["disable_sliding_window", "got 'no'"]),
         (KVConfig, {"enable_prefix_caching": None}, ["enable_prefix_caching", "got None"]),
-        (KVConfig, {"swap_space": 10**400}, ["kv.swap_space", "expected a number >= 0"]),
+        (KVConfig, {"swap_space": 10**400}, ["kv.swap_space", "expected a finite number >= 0"]),
         (KVConfig, {"swap_space": -1}, ["kv.swap_space", ">= 0", "-1"]),
         (KVConfig, {"num_cpu_blocks": -1}, ["kv.num_cpu_blocks", "an integer >= 0", "-1"]),
         (KVConfig, {"num_cpu_blocks": 4.0}, ["kv.num_cpu_blocks", "an integer", "4.0"]),
