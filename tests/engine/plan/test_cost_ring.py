@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plan.ring import ring_s
+from engine.plan.times import ring_s
 from engine.weights.residence import SlotRing
 
 
