@@ -487,6 +487,9 @@ def test_the_machine_of_a_plan(composer: Composer, monkeypatch: pytest.MonkeyPat
         def compute_capability(self) -> tuple[int, int]:
             return 8, 9
 
+        def holders(self) -> tuple[str, ...]:
+            return ()
+
     monkeypatch.setattr("engine.device.machine.open_gpu", Here)
     here = facts("gpu=auto")
     assert (here.name, here.free_bytes) == ("NVIDIA L4", 23 * GIB)
