@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
@@ -275,9 +276,17 @@ class Mixed(UnpackedFormat):
     name: str = field(default="mixed", init=False)
 
     def _each(self, tensor: TensorSpec) -> Iterator[tuple[str, ReadFormat, TensorSpec]]:
-        """Yield of each part the prefix of its views, its format and the tensor that it is."""
-        for at, (form, part) in enumerate(zip(self.parts, tensor.parts, strict=True)):
-            yield f"{at}.", form, TensorSpec(part.name, (part,))
+        """Yield of each part the prefix of its views, its format and the tensor that it is.
+
+        Neighbours in one format are one part, where they can be one matrix.
+        """
+        at = 0
+        for form, group in groupby(zip(self.parts, tensor.parts, strict=True), itemgetter(0)):
+            parts = tuple(part for _, part in group)
+            are_one = not isinstance(form, _OfOneScheme) or _fit(parts, form.scheme)
+            for each in (parts,) if are_one else ((part,) for part in parts):
+                yield f"{at}.", form, TensorSpec(each[0].name, each)
+                at += 1
 
     def holds(self, tensor: TensorSpec, dtype: str) -> bool:
         """Whether each part can be kept in its format."""
@@ -525,7 +534,7 @@ class Quantisation:
             if not any(schemes):
                 continue
             first = schemes[0]
-            if len({*schemes}) == 1 and first and (len(schemes) == 1 or _fit(tensor, first)):
+            if len({*schemes}) == 1 and first and (len(schemes) == 1 or _fit(tensor.parts, first)):
                 found[tensor.name] = _format(first, dtype)
             elif tensor.num_experts:
                 names = sorted({scheme.name if scheme else dtype for scheme in schemes})
@@ -567,9 +576,9 @@ class Quantisation:
         return replace(found, schemes=tuple(schemes))
 
 
-def _fit(tensor: TensorSpec, scheme: Scheme) -> bool:
+def _fit(parts: Iterable[ParamSpec], scheme: Scheme) -> bool:
     """Whether parts in one scheme can be one matrix: in one order of columns, of whole tiles."""
-    whole = scheme.layout == GGUF_ROWS or not any(p.shape[0] % TILE_ROWS for p in tensor.parts)
+    whole = scheme.layout == GGUF_ROWS or not any(p.shape[0] % TILE_ROWS for p in parts)
     return whole and not scheme.ordered
 
 

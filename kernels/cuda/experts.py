@@ -165,7 +165,8 @@ def product(
     shape = _launch_shape(num_tokens, size_out, device, is_gated, loader, is_half)
     kernel, row_blocks, shared_bytes = shape
     args.x, args.x_stride, args.tokens = x.data_ptr(), x.stride(0), num_tokens
-    args.out, args.rows, args.is_gelu = out.data_ptr(), size_out, is_gelu
+    args.out, args.out_stride = out.data_ptr(), size_out
+    args.rows, args.is_gelu = size_out, is_gelu
     args.slots, args.top_k, args.row_blocks = slots_Tk.data_ptr(), top_k, row_blocks
     args.is_by_pair = num_pairs <= num_slots
     args.missing = None

@@ -27,10 +27,10 @@ struct Args {
   const u8* sublow;
   const float* numbers;  // those of TABLE4
   const u16* bias;     // may be null
-  u16* out;            // [tokens, rows]
+  u16* out;            // [tokens, rows] of products
   int tokens, rows;    // rows of gates alone where there are gates and ups
   int inputs;
-  int x_stride, weight_stride;  // elements
+  int x_stride, weight_stride, out_stride;  // elements
   int is_gelu;
   int offset;
   int group_units, subgroup_units;      // what 16 rows have of scales and subscales: of groups, or of steps with several
@@ -597,7 +597,7 @@ template <bool GATED> __device__ __forceinline__ void finish(const Args& a, floa
     if (GATED) up += to_float(a.bias[a.rows + row]);
   }
   if (GATED) gate = activated(to_float(rounded(gate)), a.is_gelu) * to_float(rounded(up));
-  a.out[(size_t)token * a.rows + row] = rounded(gate);
+  a.out[(size_t)token * a.out_stride + row] = rounded(gate);
 }
 
 // ---- Experts

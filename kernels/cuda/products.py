@@ -351,6 +351,7 @@ def linear(
     *,
     is_gated: bool = False,
     is_gelu: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch a product of 1 to MAX_SMALL_TOKENS tokens on the current stream.
 
@@ -361,9 +362,10 @@ def linear(
         bias: [N] or None.
         is_gated: its rows are gates and then as many ups; return silu(gate) * up.
         is_gelu: of a gated product, gelu(gate) * up instead.
+        out: [T, N], or [T, N / 2] where gated, columns of a tensor; allocated if None.
 
     Returns:
-        A new tensor [T, N], or [T, N / 2] where gated.
+        The result, as `out`.
     """
     num_tokens, size_in = x_TK.shape
     if num_tokens > MAX_SMALL_TOKENS:
@@ -373,7 +375,8 @@ def linear(
     device, loader = x_TK.device, PLAIN
     num_rows = weight.shape[0]
     size_out = num_rows // 2 if is_gated else num_rows
-    out = torch.empty((num_tokens, size_out), dtype=x_TK.dtype, device=device)
+    if out is None:
+        out = torch.empty((num_tokens, size_out), dtype=x_TK.dtype, device=device)
     if isinstance(weight, torch.Tensor):
         args = Args(weight=weight.data_ptr(), weight_stride=weight.stride(0), inputs=size_in)
     elif isinstance(weight, Codes):
@@ -381,7 +384,8 @@ def linear(
     else:
         loader, args = loader_of(weight), args_of(weight, "product")
     args.x, args.x_stride, args.tokens = x_TK.data_ptr(), x_TK.stride(0), num_tokens
-    args.out, args.rows, args.is_gelu = out.data_ptr(), size_out, is_gelu
+    args.out, args.out_stride = out.data_ptr(), out.stride(0)
+    args.rows, args.is_gelu = size_out, is_gelu
     args.bias = None if bias is None else bias.data_ptr()
     is_half = x_TK.dtype == torch.float16
     shape = launch_shape(num_tokens, num_rows, device, is_gated, loader, is_half)

@@ -115,8 +115,7 @@ def linear(
     """
     _check_linear("linear", x, weight, bias)
     if isinstance(weight, Joined):
-        parts = [linear(x, part, workspace=workspace) for part in weight.parts]
-        product = torch.cat(parts, -1)
+        product = _joined(x, weight, workspace)
         return product if bias is None else product.add_(bias)
     if isinstance(weight, torch.Tensor):
         return plain.linear(x, weight, bias, workspace=workspace)
@@ -248,6 +247,34 @@ def _gated(
     of_rows = plain.gelu_mul if is_gelu else plain.silu_mul
     found = of_rows(product.reshape(-1, product.shape[-1]))
     return found.view(*x.shape[:-1], found.shape[-1])
+
+
+def _joined(x: torch.Tensor, weight: Joined, workspace: DecodeWorkspace | None) -> torch.Tensor:
+    """Return the products with all parts, which few tokens write side by side."""
+    if not (x.is_cuda and _is_small(x) and all(map(_can_write, weight.parts))):
+        parts = [linear(x, part, workspace=workspace) for part in weight.parts]
+        return torch.cat(parts, -1)
+    from kernels.cuda import products
+
+    inputs, first = x.reshape(-1, x.shape[-1]), 0
+    out = inputs.new_empty((inputs.shape[0], weight.shape[0]))
+    for part in weight.parts:
+        place = out[:, first : first + part.shape[0]]
+        first += part.shape[0]
+        own = inputs
+        if isinstance(part, Quantised) and part.columns is not None:
+            own = inputs.index_select(-1, part.columns)
+        products.linear(own, part, None, out=place)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _can_write(part: torch.Tensor | Quantised) -> bool:
+    """Tell whether a product of few tokens with a part runs in the kernel that writes columns."""
+    if isinstance(part, Quantised):
+        return _fills_tiles(part)
+    from kernels.cuda import products
+
+    return products.can_run(part, part, is_gated=False)
 
 
 def _restored(weight: Quantised) -> torch.Tensor:

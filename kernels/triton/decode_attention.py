@@ -18,7 +18,7 @@ from kernels.arguments import (
     HostCache,
     decode_workspace,
 )
-from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.dependent import fetch, launch_options, release, wait
 from kernels.triton.sinks import sink_weights
 from kernels.triton.tiers import block_starts
 from kernels.triton.tiles import DecodeTile, decode_tile
@@ -144,12 +144,14 @@ def _decode_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Splits part_begin to part_end - 1 with PART, whose sum is added if is_last; else all."""
-    if OVERLAPS:
-        wait()
-        release()
     seq = tl.program_id(0).to(tl.int64)
     kv_head = (tl.program_id(1) // ROW_TILES).to(tl.int64)
     seq_len = tl.load(seq_lens + seq)
+    table = block_tables + seq * stride_table
+    if OVERLAPS:  # behind what the step brought along
+        fetch(table + tl.program_id(2) * (SPLIT // P))
+        wait()
+        release()
     num_splits = tl.cdiv(seq_len, SPLIT)
     first_seen = 0
     if WINDOW > 0:
@@ -187,7 +189,6 @@ def _decode_kernel(
     lse_rows = logsumexp + seq * stride_lse_seq + heads * stride_lse_head
     q_at = q + seq * stride_q_seq + heads[:, None] * stride_q_head + columns[None, :]
     query = tl.load(q_at, mask=is_element, other=0.0)
-    table = block_tables + seq * stride_table
     k_start = k_cache + kv_head * stride_k_head
     v_start = v_cache + kv_head * stride_v_head
     host_k_start = host_k

@@ -1,10 +1,11 @@
 """Programmatic dependent launch: a kernel starts while the one before it on its stream ends.
 
 A kernel with OVERLAPS calls `wait` before it touches anything that an earlier kernel wrote or
-reads; what lies before may read weights and do index arithmetic only. Prefill attention reads
-lengths before, too: the kernel that it may overlap has waited for those that wrote them. Every
-kernel that is launched so waits, if only before it ends, as products with experts beside copies do;
-then waiting for the one before is waiting for all before.
+reads; what lies before may read weights and do index arithmetic only. It may also read what a step
+brings along: positions, slots, lengths and block tables, which are copied to the card before its
+first kernel starts. That is worth it: in every layer, weights push them out of the card's cache.
+Every kernel that is launched so waits, if only before it ends, as products with experts beside
+copies do; then waiting for the one before is waiting for all before.
 `release` lets the next kernel take the room that is free. A kernel that fills the card calls it at
 once, so that the next one is there when its last programs end. A short kernel calls it after its
 own wait: otherwise programs of the next large kernel would take their places while those of the one
@@ -42,6 +43,19 @@ def release():
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
         "=r",
         [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch(pointer):
+    """Have what lies at a pointer in the card's cache soon."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointer.to(tl.int64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

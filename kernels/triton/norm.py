@@ -25,16 +25,16 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    columns = tl.arange(0, BLOCK_D)
+    weights = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32) + OFFSET
     if OVERLAPS:
         wait()
         release()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_D)
     mask = (rows < num_rows)[:, None] & (columns < D)[None, :]
     starts = (rows // inner) * stride_outer + (rows % inner) * stride_inner
     values = tl.load(x + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=1) / D + eps)
-    weights = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32) + OFFSET
     normed = values * scale[:, None] * weights[None, :]
     targets = out + rows[:, None] * D + columns[None, :]
     tl.store(targets, normed.to(out.dtype.element_ty), mask=mask)
@@ -54,12 +54,13 @@ def _add_rms_norm_kernel(
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        wait()
-        release()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = columns < D
+    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32) + OFFSET
+    if OVERLAPS:
+        wait()
+        release()
     added = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
     sums_at = residual + row * stride_residual + columns
     sums = added + tl.load(sums_at, mask=mask, other=0.0).to(tl.float32)
@@ -68,7 +69,6 @@ def _add_rms_norm_kernel(
     tl.store(sums_at, rounded, mask=mask)
     values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / D + eps)
-    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32) + OFFSET
     normed = values * scale * weights
     tl.store(out + row * D + columns, normed.to(out.dtype.element_ty), mask=mask)
 

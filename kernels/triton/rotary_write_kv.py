@@ -131,22 +131,22 @@ def _rotary_write_kv_kernel(
     TIERED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        wait()
-        release()
     token = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     q_programs = tl.cdiv(num_q_heads, Q_HEADS)
     k_programs = tl.cdiv(num_k_heads, K_HEADS)
     slot = tl.load(slots + token).to(tl.int64)
-    if program >= q_programs and slot < 0:
-        return
-    block = slot // P
-    offset = slot % P
     columns = tl.arange(0, HALF_PADDED)
     row = cos_sin + tl.load(positions + token).to(tl.int64) * stride_table
     cos = tl.load(row + columns, mask=columns < HALF, other=0.0)
     sin = tl.load(row + HALF + columns, mask=columns < HALF, other=0.0)
+    if OVERLAPS:  # behind what the step brought along
+        wait()
+        release()
+    if program >= q_programs and slot < 0:
+        return
+    block = slot // P
+    offset = slot % P
     if program < q_programs:
         start = q + token * stride_q_token
         _rotate(

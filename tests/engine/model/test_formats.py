@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from engine.model.formats import (
     plain,
 )
 from engine.model.lossless import LOSSLESS, lossless_formats
+from engine.model.quantised import Quantisation
 from engine.plan.planner import plan_memory
 from engine.plan.units import UVA
 from engine.weights.reader import DummyWeights, pack
@@ -401,3 +403,23 @@ def test_the_formats_of_a_dtype_are_all_the_same() -> None:
     formats = plain("float16")
     assert formats["anything"] is FORMATS["float16"]
     assert formats.to_dict() == {}
+
+
+def test_neighbours_in_one_format_are_one_part() -> None:
+    schemes = [
+        {"layout": "gguf-q6_k", "bits": 6, "group": 256, "targets": ["re:.*v_proj"]},
+        {"layout": "gguf-q4_k", "bits": 4, "group": 256},
+    ]
+    stored = Quantisation.of({"method": "gguf", "schemes": schemes})
+    names = [f"model.layers.0.self_attn.{each}_proj" for each in "qkv"]
+    tensor = TensorSpec("w", tuple(ParamSpec(f"{name}.weight", (32, 256)) for name in names))
+    mixed = stored.formats([tensor], "bfloat16")["w"]
+    rows = {view.name: view.shape[0] for view in mixed.views(tensor)}
+    assert {name: rows[name] for name in ("0.values", "1.values")} == {
+        "0.values": 64,
+        "1.values": 32,
+    }
+    assert "2.values" not in rows
+    apart = TensorSpec("w", tuple(replace(each, shape=(24, 256)) for each in tensor.parts))
+    views = stored.formats([apart], "bfloat16")["w"].views(apart)
+    assert {"0.values", "1.values", "2.values"} <= {view.name for view in views}
