@@ -41,7 +41,7 @@ from harness.point.process import (
 )
 from harness.systems.base import agree
 from harness.systems.door import BuildEngine, EngineDoor, LinkWatch, engine_door, peer_door
-from harness.work.bench import measure_bare, measure_overhead, measure_steps, rates_note
+from harness.work.bare import measure_bare, rates_note
 from harness.work.correctness import (
     STREAM,
     compare_tokens,
@@ -60,6 +60,7 @@ from harness.work.offline import (
     part_prompts,
     warm_up_part,
 )
+from harness.work.overhead import measure_overhead
 from harness.work.predicted import (
     bytes_by_way,
     differences,
@@ -83,6 +84,7 @@ from harness.work.quality import (
 from harness.work.request_log import RequestLog
 from harness.work.schedule import Load
 from harness.work.serve import measure_serve, warm_up
+from harness.work.steps import measure_steps
 from harness.work.tiers import measure_tiers
 from harness.work.watch import ExpertWatch
 from reports.record.record import STATE_NAME, write_text_atomic

@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from harness.config.study import TiersScenario
 from harness.observe.link import LinkCounter
-from harness.work.bench import (
+from harness.work.drive import Clock
+from harness.work.kv import Counts, counts, since
+from harness.work.steps import (
     NUM_COUNTED_TOKENS,
     SETTLE_STEPS,
     DecodeGaps,
@@ -18,8 +20,6 @@ from harness.work.bench import (
     Sender,
     counted,
 )
-from harness.work.drive import Clock
-from harness.work.kv import Counts, counts, since
 from reports.record.record import percentile
 
 REPEATS: Final = 4

@@ -14,8 +14,8 @@ from harness.observe import machine_rates
 from harness.observe.machine_rates import Probed, rates_path, read_rates, write_rates
 from harness.sweep.plan import point_lines
 from harness.systems import door
-from harness.work import bench
-from harness.work.bench import measure_bare, rates_note
+from harness.work import bare
+from harness.work.bare import measure_bare, rates_note
 from tests.engine.specs import configuration, small_spec
 
 RATES = {"h2d_gb_s": 20.0, "in_place_gb_s": None, "bf16_tflops": 100.0, "hbm_copy_gb_s": 800.0}
@@ -97,7 +97,7 @@ def test_a_scenario_measures_and_keeps_them(home: Path, monkeypatch: pytest.Monk
         return {**RATES}
 
     monkeypatch.setattr("harness.observe.probe.probe_rates", measure)
-    monkeypatch.setattr(bench, "watched", lambda probe: (probe(), 0.0))
+    monkeypatch.setattr(bare, "watched", lambda probe: (probe(), 0.0))
     figures = measure_bare(BareScenario(parts=["rates"]), configuration(small_spec()), None)
     [path] = (home / "rates").iterdir()
     assert figures["rates"] == {"rates": RATES, "others_cores": 0.0, "file": str(path)}

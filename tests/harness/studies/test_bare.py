@@ -5,8 +5,8 @@ import pytest
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.model.checkpoint import read_folder, read_headers
 from harness.config.study import BareScenario
-from harness.work import bench
-from harness.work.bench import measure_bare
+from harness.work import bare
+from harness.work.bare import measure_bare
 from tests.engine.specs import configuration, small_spec
 from tests.tiny import greedy, open_llm
 
@@ -23,7 +23,7 @@ def written(spec):
 
 
 def test_a_checkpoint_of_random_weights_is_that_of_the_model(home, monkeypatch):
-    monkeypatch.setattr(bench, "POOL_SIZE", 1009)
+    monkeypatch.setattr(bare, "POOL_SIZE", 1009)
     spec = small_spec(dtype="bfloat16")
     found = written(spec)
     folder, linked = sorted((home / "bench").iterdir())
@@ -42,7 +42,7 @@ def test_a_checkpoint_of_random_weights_is_that_of_the_model(home, monkeypatch):
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(home, monkeypatch):
-    monkeypatch.setattr(bench, "POOL_SIZE", 1009)
+    monkeypatch.setattr(bare, "POOL_SIZE", 1009)
     first = written(small_spec(dtype="bfloat16"))
     folder, linked = sorted((home / "bench").iterdir())
     file = folder / "model.safetensors"

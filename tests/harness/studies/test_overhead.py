@@ -11,7 +11,7 @@ from harness.point.process import WorkerJob
 from harness.studies.table import Result
 from harness.studies.validate import judge_overhead as judge
 from harness.systems.fake import fake_door
-from harness.work.bench import BARE
+from harness.work.overhead import BARE
 from harness.worker import Work
 from tests.harness.cases import SPEC, run_config, scenario
 from tests.harness.studies.examples import record

@@ -8,8 +8,8 @@ import pytest
 
 from engine.errors import ConfigError, RequestError
 from harness.config.study import StepsScenario
-from harness.work import bench
-from harness.work.bench import Sender, decode, measure_steps
+from harness.work import steps
+from harness.work.steps import Sender, decode, measure_steps
 from tests.harness.fakes import EXPERT_COUNTS
 from tests.harness.studies.kv_engine import Clock
 from tests.tiny import open_llm
@@ -79,7 +79,7 @@ WORK = StepsScenario(batches=[3], prompt_tokens=8, steps=6)
 def test_steps_that_warm_a_batch_up_are_not_timed(clock, monkeypatch):
     # 0: prefill; 1-5 warm up, 6-8 timed, replay, 9-11 settle, 12-14 timed, 15-19 spare.
     llm = ScriptedLLM(clock, slow=(1, 2, 3, 4, 5, 9, 10, 11, *range(15, 20)))
-    monkeypatch.setattr(bench, "replay_s", lambda *_: 0.9)
+    monkeypatch.setattr(steps, "replay_s", lambda *_: 0.9)
     got = decode(Sender(llm, clock), 3, replace(WORK, warmup_tokens=13))
     assert got["step_s"] == got["least_s"] == 1
     assert got["steps"] == 6
@@ -96,7 +96,7 @@ def test_first_steps_and_those_behind_a_replay_are_not_timed(clock, monkeypatch)
         clock.now += 1000
         return 0.9
 
-    monkeypatch.setattr(bench, "replay_s", replay)
+    monkeypatch.setattr(steps, "replay_s", replay)
     got = decode(Sender(llm, clock), 3, WORK)
     assert got["step_s"] == got["least_s"] == 1
     assert got["steps"] == 6
