@@ -183,7 +183,10 @@ def _guarded(command: Callable[[], int]) -> int:
     return exit_code(command)
 
 
-def _version(_: list[str]) -> int:
+def _version(arguments: list[str]) -> int:
+    if arguments and not {"-h", "--help"} & {*arguments}:
+        say(f"error: tightfit version: expected nothing behind it, got {' '.join(arguments)}.")
+        return EXIT_BAD_CONFIG
     sys.stdout.write(version_line())
     return EXIT_OK
 

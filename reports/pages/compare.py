@@ -32,9 +32,9 @@ from reports.record.record import MEASURED, RunRecord
 from reports.record.text import ABSENT, leaf, shorten
 
 GAINS: Final = (
-    "Above 1 is better in every row: of rates the run over the base, of times and sizes the base"
-    " over the run. Green is better, red worse. An interval holds every ratio of two means within"
-    " their 95 % intervals over repeats; where it includes 1, nothing is settled."
+    "Above 1 is better in every row. Rates are divided by the base's; for times and sizes, the"
+    " base's is divided by the run's. Green is better, red is worse. An interval covers every ratio"
+    " of two means within their 95 % intervals over repeats; if it includes 1, nothing is settled."
 )
 LEAST: Final = 0.005
 """Share by which a figure has to differ to be marked."""

@@ -35,11 +35,11 @@ def ratio_interval(base: Metrics, other: Metrics, metric: str) -> tuple[float, f
 def gain(metric: Metric, base: Metrics, other: Metrics) -> float | None:
     """Return how many times as good as `base` a run is in a metric: above 1 is better.
 
-    Of what is better when it is higher `other / base`, else `base / other`.
+    It is `other / base` where higher is better, else `base / other`; None where one of them is 0.
     """
-    if metric.better == "higher":
-        return ratio(base, other, metric.name)
-    return ratio(other, base, metric.name)
+    is_higher = metric.better == "higher"
+    value = ratio(base, other, metric.name) if is_higher else ratio(other, base, metric.name)
+    return value or None
 
 
 def gain_interval(metric: Metric, base: Metrics, other: Metrics) -> tuple[float, float] | None:

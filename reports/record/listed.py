@@ -6,8 +6,8 @@ from typing import Final
 LISTED: Final[Mapping[str, str]] = {
     "throughput/hit_share": "as latency/hit_share",
     "latency/hit_share": (
-        "prompt tokens found in a prefix cache, as the engine or server counts them / prompt"
-        " tokens of the requests that were sent; missing where they are not told"
+        "prompt tokens found in a prefix cache, as the engine or server counts them / "
+        "prompt tokens of the requests that were sent; missing if they are not reported"
     ),
     "serve/hit_share": "as latency/hit_share; of a search, at the rate whose figures are shown",
     "serve/total_tok_s": "sum(prompt and output tokens of completed requests) / serve/wall_s",
@@ -23,8 +23,8 @@ LISTED: Final[Mapping[str, str]] = {
     "load/touch_s": "time to map the weights' place in host memory and make its pages present",
     "load/pin_s": "time to register that memory with the device",
     "load/read_s": (
-        "time of bringing a checkpoint into place, less load/convert_s and load/copy_s: its"
-        " threads read, convert and copy at once, and share its time by what they did"
+        "time to load the checkpoint, less load/convert_s and load/copy_s: threads read, "
+        "convert and copy at once, and the time is divided by their work"
     ),
     "load/convert_s": "time of dtype conversion, or of making random weights",
     "load/copy_s": "time of copies of weights to the GPU, as far as reading waits for them",
@@ -49,8 +49,8 @@ LISTED: Final[Mapping[str, str]] = {
         " they share counts in each"
     ),
     "memory/host_anon_gib": (
-        "highest resident anonymous memory of the worker and the processes below it; the slab"
-        " of offloaded weights is in it, pinned or not"
+        "highest resident anonymous memory of the worker and the processes below it; it "
+        "includes offloaded weights, pinned or not"
     ),
     "memory/host_shmem_gib": (
         "highest resident shared memory of the worker and the processes below it"
@@ -75,9 +75,10 @@ LISTED: Final[Mapping[str, str]] = {
         for name in ("h2d", "d2h", "two_way", "in_place", "hbm_copy")
     },
     "link/nvml_h2d_gb_s": (
-        "bytes that the GPU's own counter received over PCIe per second of the last timed part"
-        " of latency, throughput, serve: mean of five or more windows of 20 ms, one every 5 s"
-        " or more, x what copies and reads in place of known size are of its reading before"
+        "bytes that the GPU's own counter received over PCIe per second of the last timed "
+        "part of latency, throughput, serve: mean of five or more windows of 20 ms, one "
+        "every 5 s or more, scaled as copies and in-place reads of known size compared "
+        "with its reading before"
     ),
     "link/pcie_rx_gb_s": (
         "bytes that the GPU received over PCIe, packet headers included: mean of the windows of"
@@ -87,15 +88,15 @@ LISTED: Final[Mapping[str, str]] = {
     "offload/copied_bytes_per_step": "of offload/bytes_per_step, those that were copied",
     "offload/in_place_bytes_per_step": "of offload/bytes_per_step, those read in place",
     "offload/planned_bytes_per_step": (
-        "what the memory plan says of offload/bytes_per_step, for the same steps"
+        "offload/bytes_per_step as the memory plan has it, for the same steps"
     ),
     "offload/planned_copied_bytes_per_step": "of offload/planned_bytes_per_step, copied",
     "offload/planned_in_place_bytes_per_step": "of offload/planned_bytes_per_step, in place",
     "experts/hits_per_step": (
-        "experts of all layers that lay on the GPU, per step that only decodes"
+        "experts of all layers that were on the GPU, per step that only decodes"
     ),
-    "experts/planned_hit_share": "what the memory plan says of experts/hit_share",
-    "experts/planned_bytes_per_step": "what the memory plan says of experts/bytes_per_step",
+    "experts/planned_hit_share": "experts/hit_share as the memory plan has it",
+    "experts/planned_bytes_per_step": "experts/bytes_per_step as the memory plan has it",
     "energy/total_j": (
         "difference of the GPU's energy counter over the last timed part of latency,"
         " throughput, serve; warm-up is left out"
@@ -112,10 +113,10 @@ LISTED: Final[Mapping[str, str]] = {
     "kv/gpu_evictions_lost": "of these, blocks whose content no tier had afterwards",
     "kv/cpu_evictions": "blocks evicted from the host tier and held nowhere else",
     "kv/swaps_out": "preempted sequences whose blocks were kept, in that part",
-    "kv/swaps_in": "sequences of kv/swaps_out that went on with some of these blocks",
+    "kv/swaps_in": "sequences of kv/swaps_out that resumed with some of these blocks",
     "kv/recomputes": "preempted sequences whose blocks were dropped, to be computed again",
     "kv/preemptions": "sequences that lost their blocks while they ran",
-    "kv/stores_skipped": "blocks that were to be stored and found no place in the host tier",
+    "kv/stores_skipped": "blocks that were not stored because the host tier had no room",
     "kv/stored_gib": "bytes of blocks copied from the GPU to the host tier in that part",
     "kv/copied_ahead_gib": "bytes of host blocks that were copied to the GPU ahead of decodes",
     "kv/staged_prefill_gib": "bytes of host blocks that prefills copied to the GPU to read",

@@ -110,13 +110,13 @@ PREDICTED: Final[Mapping[str, str]] = MappingProxyType(
 _PREDICTED_TEXT: Final = {
     **{quantity: f"what the plan predicts of {base}" for quantity, base in PREDICTED.items()},
     "tpot_ms": (
-        "what the plan predicts of latency/tpot_ms: a decode step of one sequence halfway through"
-        " its output, at the rates of plan.predicted.rates"
+        "latency/tpot_ms as the plan predicts it: a decode step of one sequence halfway "
+        "through its output, at the rates of plan.predicted.rates"
     ),
     "gpu_peak_gib": "sum of the plan's parts on the GPU",
 }
 _DIFFERENCE: Final = (
-    "(predicted / measured - 1) x 100; measured: the median, where it has none the mean"
+    "(predicted / measured - 1) x 100; measured: the median, or the mean if there is none"
 )
 _EVERYWHERE: Final = ("card", "sweep", "compare", "ab", "summary")
 _HOST_BLOCKS: Final = "kv/cpu_used_peak_share"
@@ -294,8 +294,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "serve/ttft_ms",
-        "time to first token of a request that arrives by itself: t(first token on the host) -"
-        " t(scheduled arrival); waiting at the client and in the queue is in it",
+        "time to first token of a request that arrives by itself: t(first token on the "
+        "host) - t(scheduled arrival); it includes waiting at the client and in the queue",
         label="TTFT from arrival",
         words="time to first token from arrival",
         better="lower",
@@ -307,7 +307,7 @@ _SHOWN: Final = (
             name, text, label=words, words=words, better="lower", shown=("ab",), statistics=("p50",)
         )
         for name, words, text in (
-            ("serve/sent_ttft_ms", "TTFT from sending", "t(first token) - t(it was sent)"),
+            ("serve/sent_ttft_ms", "TTFT from sending", "t(first token) - t(sent)"),
             ("serve/turn_ttft_ms", "TTFT of later turns", "serve/sent_ttft_ms of later turns"),
         )
     ),
@@ -338,8 +338,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "serve/schedule_lag_ms",
-        "t(request is handed to the engine) - t(scheduled arrival); with max_concurrency it"
-        " holds the wait for a free place",
+        "t(request is handed to the engine) - t(scheduled arrival); with max_concurrency "
+        "it includes the wait for a free place",
         label="schedule lag",
         better="lower",
         statistics=("mean", "p50"),
@@ -379,9 +379,9 @@ _SHOWN: Final = (
     ),
     Metric(
         "quality/perplexity",
-        "exp(-mean(log-probability)) of the tokens of a text, each given those before it in its"
-        " window (scenario.quality: window_tokens, stride_tokens); windows after the first begin"
-        " inside the one before and count what that had not",
+        "exp(-mean(log-probability)) of the tokens of a text, each given those before it "
+        "in its window (scenario.quality: window_tokens, stride_tokens); later windows "
+        "overlap the one before and count only tokens that are new",
         label="perplexity",
         words="perplexity of the text",
         better="lower",
@@ -389,8 +389,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "quality/equal_share",
-        "tokens that no other is more probable than / tokens, of the greedy answers of the plain"
-        " weights (scenario.quality.reference), each given the answer before it",
+        "of the plain weights' greedy answers (scenario.quality.reference), tokens that "
+        "are the most probable ones here too, each given the answer before it / tokens",
         label="same tokens",
         words="greedy tokens as those of plain weights",
         better="higher",
@@ -398,8 +398,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "quality/first_difference_tokens",
-        "mean over the prompts of the greedy tokens before the first that differs from the plain"
-        " weights'; where none does, all of output_tokens",
+        "mean over the prompts of the greedy tokens before the first that differs from "
+        "the plain weights'; output_tokens if none differs",
         label="leading same tokens",
         words="greedy tokens before the first that differs",
         better="higher",
@@ -434,8 +434,8 @@ _SHOWN: Final = (
     ),
     Metric(
         "experts/hit_share",
-        "of the experts that tokens of steps that only decode were routed to, each counted once"
-        " a layer and step, those that lay on the GPU; model.routing says what routed them",
+        "experts on the GPU / experts that steps that only decode used, each counted once "
+        "per layer and step; model.routing says how tokens were routed",
         label="experts found",
         words="experts found on the GPU",
         better="higher",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from reports.record.judging import best_of
+from reports.record.judging import best_of, gain
 from reports.record.metrics import METRICS
 
 OUTPUT, TTFT = METRICS["throughput/output_tok_s"], METRICS["latency/ttft_ms"].at("p50")
@@ -46,3 +46,11 @@ def test_one_run_alone_beats_none():
     best = best_of([("a", rate(1.0)), ("b", {})], OUTPUT)
     assert (best.title, best.against) == ("Only output", "no other point has it")
     assert best_of([("b", {})], OUTPUT) is None
+
+
+def test_nothing_is_a_number_of_times_as_good_as_0():
+    metric = METRICS["memory/host_pinned_gib"]
+    none, some = {metric.name: 0.0}, {metric.name: 0.4}
+    assert gain(metric, none, some) is None
+    assert gain(metric, some, none) is None
+    assert gain(metric, some, {metric.name: 0.2}) == 2
