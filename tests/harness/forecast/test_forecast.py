@@ -578,3 +578,27 @@ def test_minutes_grow_with_the_scenario(composer: Composer) -> None:
     table = sweep_table([few, many], ["few", "many"])
     assert table[2].strip().startswith("few")
     assert "2 points, all fit; running them takes about" in table[-1]
+
+
+@pytest.mark.thorough
+def test_the_page_on_two_tiers_has_the_figures_of_its_second_command(composer: Composer) -> None:
+    found = found_of(
+        composer,
+        "+model=llama31_8b",
+        "gpu=rtx4090_24gb",
+        "kv=cpu",
+        "kv.cpu_gib=64",
+        "engine.max_model_len=52000",
+        "engine.max_num_seqs=8",
+        "engine.weight_format=checkpoint",
+    )
+    assert found.plan is not None
+    page = (ROOT / "docs/kv_cache.md").read_text(encoding="utf-8")
+    host = (found.plan.predicted or {})["host_kv"]
+    rows = [f"| 1 |  | {1e3 / host['decode_step_ms']:.1f} | {host['decode_step_ms'] / 1e3:.3f} |"]
+    for each in host["together"][1:]:
+        how = f"in turns of {each['turn_tokens']} tokens"
+        rows.append(
+            f"| {each['sequences']} | {how} | {each['tokens_s']:.1f} | {each['wait_s']:.3g} |"
+        )
+    assert "\n".join(rows) in page
