@@ -65,6 +65,22 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
+def file_stamps(model: Path, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of a model's files whose names end in `suffixes`.
+
+    Args:
+        model: a folder, of which those below it do not count, or a GGUF file; it may be absent.
+        suffixes: of the files that count; all of a GGUF model do.
+    """
+    paths = files_of(model) if is_gguf(model) else sorted(model.glob("*"))
+    stats = [(path, path.stat()) for path in paths if path.is_file()]
+    return [
+        (path.name, stat.st_size, stat.st_mtime_ns)
+        for path, stat in stats
+        if path.name.endswith((".gguf", *suffixes))
+    ]
+
+
 def freed_bytes(folder: Path) -> int:
     """Return the bytes that removing a folder frees: what its links point to stays."""
     paths = (path.lstat() for path in folder.rglob("*") if not path.is_symlink())
@@ -96,12 +112,9 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hex SHA-256 of a file, read in 1 MiB pieces."""
-    digest = hashlib.sha256()
+    """Return the hex SHA-256 of a file."""
     with path.open("rb") as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

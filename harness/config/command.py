@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from harness.config.engine import HOST_KV_FIELDS
+from engine.asked.kv import KVConfig
 
 
 def key_of(override: str) -> str:
@@ -20,7 +20,7 @@ def command_with(
     if any(key.split(".")[0] == "offload" for key in keys):
         gone += ["offload", "planner."]
     if "kv=gpu" in settings:
-        gone += [f"kv.{name}=" for name in HOST_KV_FIELDS]
+        gone += [f"kv.{name}=" for name in (*KVConfig.SIZES, "pin_limit_gib")]
     kept = [item for item in typed if not item.lstrip("+").startswith((*gone, "plan."))]
     return command_line([*kept, *settings], config_dir)
 

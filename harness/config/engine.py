@@ -48,8 +48,6 @@ TAKEN: Final[Mapping[str, Settings]] = {
     "http": {"engine": ("max_model_len",)},
 }
 """System -> node of the configuration -> settings that it follows."""
-HOST_KV_FIELDS: Final = ("num_cpu_blocks", "cpu_gib", "swap_space", "pin_limit_gib")
-"""Settings of kv that are about the host tier alone."""
 NODES: Final = (
     "offload",
     "offload.uva",

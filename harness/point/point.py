@@ -19,8 +19,7 @@ from catalogue.terminal import ErrorFacts, error_facts
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.device.gpu import Gpu
 from engine.errors import ConfigError
-from engine.model.checkpoint import read_folder
-from engine.model.gguf import files_of, is_gguf
+from engine.model.checkpoint import checkpoint_files, read_folder
 from harness.config.engine import (
     check_yardstick,
     engine_config,
@@ -434,7 +433,7 @@ class Attempt:
         path = self.inputs.model_path
         if self.config.model.load_format == "dummy" or path is None:
             return []
-        return files_of(path) if is_gguf(path) else sorted(path.glob("*.safetensors"))
+        return checkpoint_files(path)
 
     def _take(self, job: WorkerJob, *, with_samples: bool = True) -> dict[str, Any]:
         """Run a worker and take over what it found; end the point unless it was ok."""

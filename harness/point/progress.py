@@ -1,6 +1,5 @@
 """What a run does now, on the terminal: a bar where there is one, plain lines elsewhere."""
 
-import importlib.util
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -172,7 +171,7 @@ class RichDisplay:
     """A bar that changes its title, and a line below it; redrawn by the caller's ticks."""
 
     def __init__(self, stream: TextIO, sweep: SweepTitle | None = None) -> None:
-        from rich.console import Console, RenderableType  # noqa: PLC0415  optional
+        from rich.console import Console, RenderableType  # noqa: PLC0415  only on a terminal
         from rich.progress import (  # noqa: PLC0415
             BarColumn,
             Progress,
@@ -241,9 +240,7 @@ def open_display(stream: TextIO | None = None, *, sweep: SweepTitle | None = Non
     It says where the point stands in its `sweep`, if it is of one.
     """
     target = sys.stderr if stream is None else stream
-    if target.isatty() and importlib.util.find_spec("rich") is not None:
-        return RichDisplay(target, sweep)
-    return LineDisplay(target, sweep)
+    return (RichDisplay if target.isatty() else LineDisplay)(target, sweep)
 
 
 UPLOAD_INTERVAL_S: Final = 5.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from catalogue.checkpoint import file_stamps, sha256_of
 from catalogue.files import expanded, read_json
-from engine.model.gguf import files_of, is_gguf
 from harness.config.schema import RunConfig
 from harness.folders import plain
 from harness.point.describe import config_hash
@@ -28,10 +28,10 @@ def fingerprint(
     content of prompts and traces, names, sizes and times of the files in model.path, commit and
     uncommitted changes, card and driver, processor, versions, and the switches of the engine.
     """
-    gpu = environment.get("gpu") or {}
+    gpu, path = environment.get("gpu") or {}, config.model.path
     facts = {
         "config": config_hash(config.to_dict()),
-        "files": {**inputs, **_model_files(config)},
+        "files": dict(inputs) if path is None else {**inputs, "model": file_stamps(expanded(path))},
         "git": environment.get("git"),
         "gpu": {key: gpu.get(key) for key in ("name", "memory_bytes")},
         "cpu": (environment.get("cpu") or {}).get("name"),
@@ -52,24 +52,10 @@ def input_hashes(config: RunConfig) -> dict[str, str | None]:
 
 
 def _sha256(path: Path) -> str | None:
-    if not path.is_file():
-        return None
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError:  # the point says so where it reads its prompts
         return None
-
-
-def _model_files(config: RunConfig) -> dict[str, object]:
-    """Return names, sizes and times of the files in model.path, nothing without one."""
-    if config.model.path is None:
-        return {}
-    folder = expanded(config.model.path)
-    within = files_of(folder) if is_gguf(folder) else folder.glob("*")
-    files = sorted(path for path in within if path.is_file())
-    stats = [(path.name, path.stat()) for path in files]
-    return {"model": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}
 
 
 FOLDER: Final = "points"

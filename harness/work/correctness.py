@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Unpack
 
+from catalogue.checkpoint import file_stamps
 from catalogue.files import read_json
 from catalogue.processes import ROOT
 from engine.asked.config import EngineConfig
 from engine.errors import RequestError
-from engine.model.gguf import files_of, is_gguf
 from harness.work.drive import Conduct, Engine, run_requests
 from reports.record.record import write_text_atomic
 
@@ -93,12 +93,12 @@ def reference_key(
     asked["engine"].pop("gpu_memory_utilization")
     asked["engine"].pop("host_reserve_gib")
     asked.pop("offload")
-    gpu = environment.get("gpu") or {}
+    gpu, path = environment.get("gpu") or {}, config.model.path
     parts = {
         "engine": engine,
         "config": asked,
         "check": dict(check),
-        "weights": _checkpoint_identity(config.model.path),
+        "weights": [] if path is None else file_stamps(Path(path), (".safetensors", ".json")),
         "device": gpu.get("name") or (environment.get("cpu") or {}).get("name"),
         "torch": environment.get("torch"),
         "code": _code_hash(),
@@ -120,19 +120,6 @@ def read_reference(path: Path) -> dict[str, list[list[int]]] | None:
     document = read_json(path)
     is_whole = {"prompts", "tokens"} <= document.keys()
     return {name: document[name] for name in ("prompts", "tokens")} if is_whole else None
-
-
-def _checkpoint_identity(folder: str | None) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of the files that make the model."""
-    if folder is None:
-        return []
-    found = []
-    is_file = is_gguf(folder)
-    for path in files_of(Path(folder)) if is_file else sorted(Path(folder).iterdir()):
-        if is_file or path.suffix in {".safetensors", ".json"}:
-            facts = path.stat()
-            found.append((path.name, facts.st_size, facts.st_mtime_ns))
-    return found
 
 
 def _code_hash() -> str:
