@@ -9,7 +9,7 @@ import math
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -36,6 +36,8 @@ KEY_TOKENS: Final = 16
 TABLE_ROWS: Final = 4096
 """Most rows of a table; of a longer trace the first ones."""
 MAX_EXPERTS: Final = 2**15
+_REPLAYED_STEPS: Final = 512
+"""Steps from which hit shares are counted."""
 _FORMS: Final = f"{DUMMY}, {TRACE}:FILE or {SYNTHETIC}:REUSE"
 _COLUMNS: Final = ("token", "layer", "ids")
 _METADATA: Final = ("model", "num_experts", "top_k")
@@ -106,10 +108,9 @@ class ExpertSizes:
 
 def expert_sizes(spec: "ModelSpec") -> ExpertSizes | None:
     """Return what a routing must fit; None for a model without experts."""
-    if not spec.num_experts:
+    if not spec.expert_layers:
         return None
-    layers = tuple(filter(spec.has_experts, range(spec.num_hidden_layers)))
-    return ExpertSizes(layers, spec.num_experts, spec.num_experts_per_tok)
+    return ExpertSizes(spec.expert_layers, spec.num_experts, spec.num_experts_per_tok)
 
 
 def check_trace(routing: str | None, spec: "ModelSpec | None") -> None:
@@ -119,7 +120,7 @@ def check_trace(routing: str | None, spec: "ModelSpec | None") -> None:
     """
     if routing is None or (file := Routing.parse(routing).file) is None:
         return
-    trace = read_trace(Path(file).expanduser())
+    trace = _table(*_version(file))
     sizes = None if spec is None else expert_sizes(spec)
     if sizes is not None:
         trace.check_model(file, sizes)
@@ -127,7 +128,7 @@ def check_trace(routing: str | None, spec: "ModelSpec | None") -> None:
 
 def check_experts(spec: "ModelSpec", routing: str | None, *, is_recorded: bool) -> None:
     """Raise ConfigError where a routing is set or to be recorded of a model without experts."""
-    if spec.num_experts:
+    if spec.expert_layers:
         return
     if routing is not None:
         raise ConfigError(
@@ -204,7 +205,7 @@ def write_trace(path: Path, trace: RoutingTrace) -> None:
     ).replace_schema_metadata(facts)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(table, temporary, compression="zstd")
+    pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
     temporary.replace(path)
 
 
@@ -220,7 +221,7 @@ def read_trace(path: Path) -> RoutingTrace:
     if not path.is_file():
         raise ConfigError(f"{SETTING}: expected a trace, found no file at {path.absolute()}.")
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
         names = tuple(table.column_names)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
@@ -255,19 +256,71 @@ def reuse_share(ids: "np.ndarray") -> float | None:
     return float(is_repeat.mean())
 
 
+def hit_shares(ids: "np.ndarray", num_experts: int, num_sequences: int) -> tuple[float, ...]:
+    """Return the share of routed experts that a bank of 0, 1, ... num_experts slots has.
+
+    Sequences run through the table from rows that are evenly spaced. A bank has the experts that
+    were used last; one counts once in a step.
+
+    Args:
+        ids: int [P, L, k], a table.
+        num_experts: Of a layer.
+        num_sequences: That decode in each step.
+    """
+    import numpy as np  # noqa: PLC0415
+
+    num_rows, num_layers, _ = ids.shape
+    numbers = np.arange(num_experts)
+    starts = np.arange(num_sequences) * num_rows // num_sequences
+    last_use = np.full((num_layers, num_experts), -1)
+    depths = np.zeros(num_experts, dtype=np.int64)
+    num_routed = 0
+    for step in range(_REPLAYED_STEPS):
+        chosen = ids[(starts + step) % num_rows].transpose(1, 0, 2).reshape(num_layers, -1)
+        routed = np.zeros(last_use.shape, dtype=bool)
+        np.put_along_axis(routed, chosen, values=True, axis=1)
+        if step >= _REPLAYED_STEPS // 4:  # banks are filled before
+            depth = np.argsort(np.argsort(-last_use, axis=1), axis=1)
+            depths += np.bincount(depth[routed & (last_use >= 0)], minlength=num_experts)
+            num_routed += int(routed.sum())
+        np.copyto(last_use, step * num_experts + numbers, where=routed)
+    return (0.0, *(depths.cumsum() / num_routed).tolist())
+
+
 def trace_reuse(file: str) -> float | None:
     """Return the reuse_share of what a table has of a trace.
 
     Raises:
         ConfigError: as of read_trace.
     """
+    return reuse_share(_table(*_version(file)).ids)
+
+
+def trace_hit_shares(file: str, num_sequences: int) -> tuple[float, ...]:
+    """Return the hit_shares of what a table has of a trace.
+
+    Raises:
+        ConfigError: as of read_trace.
+    """
+    return _hit_shares(*_version(file), num_sequences)
+
+
+def _version(file: str) -> tuple[Path, int]:
+    """Return a file and when it was changed."""
     path = Path(file).expanduser()
-    return _trace_reuse(path, path.stat().st_mtime_ns if path.is_file() else 0)
+    return path, path.stat().st_mtime_ns if path.is_file() else 0
 
 
-@lru_cache(maxsize=8)  # an answer may take many plans
-def _trace_reuse(path: Path, changed_ns: int) -> float | None:  # noqa: ARG001
-    return reuse_share(read_trace(path).ids[:TABLE_ROWS])
+@lru_cache(maxsize=64)  # an answer may take many plans
+def _hit_shares(path: Path, changed_ns: int, num_sequences: int) -> tuple[float, ...]:
+    trace = _table(path, changed_ns)
+    return hit_shares(trace.ids, trace.sizes.num_experts, num_sequences)
+
+
+@lru_cache(maxsize=8)
+def _table(path: Path, changed_ns: int) -> RoutingTrace:  # noqa: ARG001
+    trace = read_trace(path)
+    return replace(trace, ids=trace.ids[:TABLE_ROWS])
 
 
 def _fault(path: Path, expected: str, got: str) -> ConfigError:
@@ -284,8 +337,9 @@ def _metadata(path: Path, raw: dict[bytes, bytes]) -> tuple[str, int, int]:
     numbers = []
     for name, most in (("num_experts", MAX_EXPERTS), ("top_k", MAX_EXPERTS)):
         text = found[name]
-        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= most):
-            raise _fault(path, f"{name} from 1 to {most}", repr(text))
+        is_short = text.isascii() and text.isdecimal() and len(text) < 9
+        if not (is_short and 1 <= int(text) <= most):
+            raise _fault(path, f"{name} from 1 to {most}", repr(text[:20]))
         numbers.append(int(text))
     num_experts, top_k = numbers
     if top_k > num_experts:
@@ -303,7 +357,8 @@ def _columns(path: Path, table: Any, top_k: int) -> "tuple[np.ndarray, np.ndarra
         column = table.column(name)
         if not is_right(column.type) or column.null_count:
             wanted = "lists of integers" if name == "ids" else "integers"
-            raise _fault(path, f"{wanted} in the column {name}, no nulls", str(column.type))
+            got = f"{column.type} with {column.null_count} nulls"
+            raise _fault(path, f"{wanted} in the column {name}, no nulls", got)
     if not table.num_rows:
         raise _fault(path, "at least one row", "none")
     lists = table.column("ids").combine_chunks()

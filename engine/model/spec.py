@@ -244,6 +244,11 @@ class ModelSpec(Sealed):
             and layer not in self.mlp_only_layers
         )
 
+    @cached_property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers whose MLP is a router and experts; none in a dense model."""
+        return tuple(filter(self.has_experts, range(self.num_hidden_layers)))
+
     def layer_tensors(self, layer: int) -> tuple[TensorSpec, ...]:
         """Return one decoder layer's tensors in declaration order."""
         return self._all_layer_tensors[layer]

@@ -388,7 +388,7 @@ class Chooser:
     def _cached(self, blocks: int, outer: tuple[str, ...]) -> Candidate | None:
         """Return what caches experts in the room that the blocks leave; None: it cannot be."""
         asked = self._asked
-        if not asked.spec.num_experts or not asked.facts.can_uva:
+        if not asked.spec.expert_layers or not asked.facts.can_uva:
             return None
         found = assign_cached(asked.spec)
         placements = found.placements | dict.fromkeys(outer, UVA)

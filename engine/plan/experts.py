@@ -12,7 +12,14 @@ from typing import Any, Final
 from engine.asked.config import ModelConfig
 from engine.errors import ConfigError
 from engine.model.formats import ParamSpec, TensorFormats, TensorSpec, View, align
-from engine.model.routing import ROUTER, WINDOW_TOKENS, Routing, trace_reuse
+from engine.model.routing import (
+    ROUTER,
+    WINDOW_TOKENS,
+    Routing,
+    check_trace,
+    trace_hit_shares,
+    trace_reuse,
+)
 from engine.model.schemes import ELEMENT_BYTES
 from engine.model.spec import ModelSpec
 from engine.plan.units import CACHED, RESIDENT, LayerPlan, Residence
@@ -134,6 +141,8 @@ class ExpertPlan:
     """What that follows from."""
     is_constant: bool = False
     """All tokens have the same experts: a synthetic table that only repeats."""
+    trace: str | None = None
+    """File of a trace, whose replay says what banks hold."""
 
     @cached_property
     def by_index(self) -> Mapping[int, ExpertLayer]:
@@ -181,14 +190,17 @@ class ExpertPlan:
     def hit_share(self, num_slots: int, num_sequences: int = 1) -> float:
         """Return the share of a layer's routed experts that is expected to lie in its bank.
 
-        A bank holds what the last so many steps routed to (Che, Tung, Wang 2002: Hierarchical web
-        caching systems); an expert is hit if its own sequence or another one did within them. A
-        bank of fewer slots than a step has experts holds some of the newest step's.
+        Of a trace it is what a replay finds. Else a bank holds what the last so many steps routed
+        to (Che, Tung, Wang 2002: Hierarchical web caching systems); an expert is hit if its own
+        sequence or another one did within them. A bank of fewer slots than a step has experts holds
+        some of the newest step's.
 
         Args:
             num_slots: Of the bank.
             num_sequences: That decode, at least 1.
         """
+        if self.trace is not None:
+            return trace_hit_shares(self.trace, num_sequences)[num_slots]
         key = num_slots, 1 if self.is_constant else num_sequences
         if key not in self._hit_shares:
             self._hit_shares[key] = self._hit_share(*key)
@@ -293,13 +305,7 @@ def expected_reuse(model: ModelConfig) -> tuple[float | None, str]:
     if routing is not None and routing.reuse is not None:
         return routing.reuse, str(model.routing)
     if routing is not None and routing.file is not None:
-        reuse = trace_reuse(routing.file)
-        if reuse is None:
-            return (
-                ROUTER_REUSE,
-                f"{model.routing}, which is too short: reuse {ROUTER_REUSE:g} assumed",
-            )
-        return reuse, f"{model.routing}, measured reuse {reuse:.3f}"
+        return trace_reuse(routing.file), f"{model.routing}, replayed"
     if model.load_format == "dummy":
         return None, "dummy: any expert is as likely as any other"
     return ROUTER_REUSE, f"{ROUTER} of real weights, reuse {ROUTER_REUSE:g} assumed"
@@ -329,7 +335,7 @@ def plan_experts(
     Raises:
         ConfigError: Experts are cached that cannot be, or `fixed` has more slots than experts.
     """
-    if not spec.num_experts:
+    if not spec.expert_layers:
         return None
     found = [_layer(layer, formats, spec.num_experts) for layer in layers]
     held = [layer for layer in found if layer is not None]
@@ -341,7 +347,9 @@ def plan_experts(
     if num_counted or banked:
         counted = num_counted * align(expert_cache_bytes(spec.num_experts, 0))
         total += counted + align(COUNTER_BYTES * len(held))
-    reuse, routing = expected_reuse(model)
+    check_trace(model.routing, spec)
+    reuse, words = expected_reuse(model)
+    routing = None if model.routing is None else Routing.parse(model.routing)
     return ExpertPlan(
         num_experts=spec.num_experts,
         top_k=spec.num_experts_per_tok,
@@ -351,8 +359,9 @@ def plan_experts(
         ),
         bank_bytes=total,
         reuse=reuse,
-        routing=routing,
-        is_constant=model.routing is not None and Routing.parse(model.routing).reuse == 1,
+        routing=words,
+        is_constant=routing is not None and routing.reuse == 1,
+        trace=None if routing is None else routing.file,
     )
 
 

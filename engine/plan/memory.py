@@ -584,7 +584,7 @@ def _experts(
     KV has room for so many blocks of the first group, or one sequence of max_model_len, unless the
     least banks need it.
     """
-    if not asked.spec.num_experts:
+    if not asked.spec.expert_layers:
         return None
     kv, count = asked.kv, assignment.kv_blocks
     room -= kv.room(kv.blocks(kv.max_model_len)[0] if count is None else count)

@@ -1,5 +1,6 @@
 """Policies: which tensor lives where, and how it reaches the compute. No torch, no bytes moved."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -26,7 +27,9 @@ WEIGHT_ALIASES: Final = ("qweight", "weight_packed")
 
 
 EXPERT_ALIASES: Final = ("w13_weight", "w2_weight")
-"""What matrices of all experts of a layer are called, whatever follows: w13_weight_scale too."""
+"""What matrices of all experts of a layer are called."""
+_EXPERT_PART: Final = re.compile(r"(w13|w2)_(q?weight|scales|qzeros|input_scale)(_\w+)?")
+"""What else quantised checkpoints name of them, such as w13_weight_scale."""
 
 
 def _usual(selector: str) -> str:
@@ -34,8 +37,9 @@ def _usual(selector: str) -> str:
     *before, last = selector.split(".")
     if last in WEIGHT_ALIASES:
         last = "weight"
-    of_experts = (name for name in EXPERT_ALIASES if last.startswith(f"{name.split('_')[0]}_"))
-    return ".".join([*before, next(of_experts, last)])
+    if found := _EXPERT_PART.fullmatch(last):
+        last = f"{found[1]}_weight"
+    return ".".join([*before, last])
 
 
 def selected(tensor: TensorSpec, selectors: Sequence[str]) -> bool:
@@ -163,7 +167,7 @@ def assign_experts(spec: ModelSpec, config: OffloadConfig) -> Assignment:
     Raises:
         ConfigError: The model has no experts.
     """
-    if not spec.num_experts:
+    if not spec.expert_layers:
         raise ConfigError(
             f"offload=experts: expected a model with experts, got {spec.model_type}, which is "
             "dense. Set offload=uva or offload=prefetch."
@@ -171,8 +175,7 @@ def assign_experts(spec: ModelSpec, config: OffloadConfig) -> Assignment:
     found, slots = assign_cached(spec), config.experts.expert_slots
     if slots is None:
         return found
-    layers = sum(map(spec.has_experts, range(spec.num_hidden_layers)))
-    return replace(found, bank_slots=(slots,) * layers)
+    return replace(found, bank_slots=(slots,) * len(spec.expert_layers))
 
 
 def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -> Assignment:
@@ -195,7 +198,7 @@ def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -
         check_selectors(setting, selectors, [*layers, *outer])
         candidates = [t for t in [*layers, *outer] if selected(t, selectors)]
     if config.uva.experts_first:
-        if not spec.num_experts:
+        if not spec.expert_layers:
             raise ConfigError(
                 "offload.uva.experts_first: expected a model with experts, got "
                 f"{spec.model_type}, which is dense: it would have no effect. Remove it."

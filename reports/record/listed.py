@@ -95,8 +95,10 @@ LISTED: Final[Mapping[str, str]] = {
     "experts/hits_per_step": (
         "experts of all layers that were on the GPU, per step that only decodes"
     ),
-    "experts/planned_hit_share": "experts/hit_share as the memory plan has it",
-    "experts/planned_bytes_per_step": "experts/bytes_per_step as the memory plan has it",
+    "experts/planned_hit_share": ("experts/hit_share as the memory plan has it for one sequence"),
+    "experts/planned_bytes_per_step": (
+        "experts/bytes_per_step as the memory plan has it for one sequence"
+    ),
     "energy/total_j": (
         "difference of the GPU's energy counter over the last timed part of latency,"
         " throughput, serve; warm-up is left out"

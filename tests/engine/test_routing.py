@@ -137,11 +137,21 @@ def test_a_trace_of_another_model_is_refused(tmp_path: Path, recorded: Recorded)
         opened(routing=f"trace:{tmp_path / 'none'}")
 
 
-def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.routing: expected null for a model without"):
-        LLM.plan_for(asked(small_spec(), routing="synthetic:0.5"))
-    with pytest.raises(ConfigError, match="record_routing: expected a model with experts, got"):
-        LLM.plan_for(asked(small_spec(), record_routing=True))
+@pytest.mark.parametrize("spec", [small_spec(), moe_spec(mlp_only_layers=[1, 3])])
+def test_a_model_without_experts_is_refused(spec: ModelSpec) -> None:
+    """So is one of a family with experts whose layers are all dense."""
+    for keywords, message in (
+        ({"routing": "synthetic:0.5"}, "model.routing: expected null for a model without"),
+        ({"record_routing": True}, "record_routing: expected a model with experts, got"),
+        ({"offload_backend": "experts"}, "offload=experts: expected a model with experts, got"),
+        ({"cpu_offload_gb": 1, "experts_first": True}, "experts_first: expected a model with"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM.plan_for(asked(spec, **keywords))
+    assert LLM.plan_for(asked(spec)).experts is None
+
+
+def test_what_is_not_recorded_is_not_returned() -> None:
     with opened() as llm, pytest.raises(ConfigError, match="expected record_routing=True"):
         llm.routing_trace()
 

@@ -18,6 +18,7 @@ from engine.model.routing import (
     RoutingTrace,
     check_routing,
     first_row,
+    hit_shares,
     is_replaced,
     read_trace,
     write_trace,
@@ -105,7 +106,7 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "null": (
         lambda: columns(layer=pa.array([1, None, 1, 3])),
-        "expected integers in the column layer, no nulls, got int64",
+        "expected integers in the column layer, no nulls, got int64 with 1 nulls",
     ),
     "no list": (
         lambda: columns(ids=pa.array([1, 2, 3, 4])),
@@ -166,6 +167,7 @@ def test_a_malformed_trace_is_refused(tmp_path: Path, fault: str) -> None:
         ({"model": ""}, "expected the metadata model, num_experts, top_k, got no model"),
         ({"top_k": "two"}, "expected top_k from 1 to 32768, got 'two'"),
         ({"num_experts": "0"}, "expected num_experts from 1 to 32768, got '0'"),
+        ({"num_experts": "9" * 5000}, "expected num_experts from 1 to 32768, got '9999"),
         ({"top_k": "7"}, "expected top_k of at most num_experts=6, got 7"),
     ],
 )
@@ -188,6 +190,31 @@ def test_no_file_and_no_parquet(tmp_path: Path) -> None:
     path.write_bytes(damaged)
     with pytest.raises(ConfigError, match="expected a Parquet file, got one that cannot be read"):
         read_trace(path)
+
+
+def test_a_trace_whose_bytes_changed_is_refused(tmp_path: Path) -> None:
+    """Wherever it is in the columns: the routing would be another one."""
+    path = tmp_path / "trace.parquet"
+    write_trace(path, RoutingTrace("some", SIZES, ids()))
+    whole = path.read_bytes()
+    footer = int.from_bytes(whole[-8:-4], "little") + 8
+    for place in range(4, len(whole) - footer, 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            found = read_trace(path)
+        except ConfigError:
+            continue
+        np.testing.assert_array_equal(found.ids, ids())
+
+
+def test_hit_shares_are_those_of_banks_that_keep_what_was_used_last() -> None:
+    table = np.array([[0, 1], [1, 2], [0, 1], [3, 0]], dtype=np.int16)[:, None]
+    shares = hit_shares(table, 4, 1)
+    assert (shares[0], shares[4]) == (0, 1)
+    # With two slots expert 1 of rows 1 and 2, and 0 of rows 3 and 0, which follows it.
+    assert shares[2] == 0.5
+    assert hit_shares(table[:1], 4, 3)[2] == 1
+    assert hit_shares(table, 4, 4)[2] < 0.6  # all four are routed to in each step
 
 
 @pytest.mark.parametrize(

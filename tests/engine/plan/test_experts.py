@@ -367,20 +367,26 @@ def test_a_stated_reuse_counts() -> None:
 
 
 def test_the_reuse_of_a_trace_counts(tmp_path: Path) -> None:
-    sizes = ExpertSizes(tuple(range(48)), 128, 8)
+    spec, sizes = replace(A3B, num_hidden_layers=2), ExpertSizes((0, 1), 128, 8)
     file = tmp_path / "a b [c].parquet"
-    found = []
+    cached = asked(spec=spec, offload_backend="experts")
+    model = replace(cached.model, routing=f"trace:{file}")
+    found, shares = [], []
     for num_tokens, reuse in ((60, 0.9), (61, 0.3), (8, 0.3)):
         write_trace(file, RoutingTrace("a", sizes, synthetic_ids(sizes, reuse, 1, num_tokens)))
         os.utime(file, ns=(num_tokens, num_tokens))
-        model = replace(asked().model, routing=f"trace:{file}")
-        found.append(expected_reuse(model))
-        assert found[-1][1].startswith(f"trace:{file}, ")
-    assert [reuse for reuse, _ in found] == pytest.approx([0.9, 0.3, 0.5], abs=0.02)
-    assert "too short" in found[2][1]
+        found.append(expected_reuse(model)[0])
+        plan = plan_memory(replace(cached, model=model), spec, H200)
+        shares.append(experts_of(plan).hit_share(40))
+    assert found[:2] == pytest.approx([0.9, 0.3], abs=0.04)
+    assert found[2] is None  # too few rows to tell, yet they have a replay
+    assert shares[0] > shares[1] + 0.2
+    assert shares[2] > shares[1]  # its eight rows come again and again
+    with pytest.raises(ConfigError, match="expected a trace with 7 experts a token, as the model"):
+        plan_memory(replace(cached, model=model), replace(spec, num_experts_per_tok=7), H200)
     file.unlink()
     with pytest.raises(ConfigError, match=r"expected a trace, found no file at .*a b \[c\]"):
-        expected_reuse(replace(asked().model, routing=f"trace:{file}"))
+        expected_reuse(model)
 
 
 def test_a_table_that_only_repeats_has_the_same_experts_for_all_sequences() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.plan.policy import check_selectors, matches, selected, widened
-from tests.engine.specs import small_spec
+from tests.engine.specs import moe_spec, small_spec
 
 LAYER = small_spec().layer_tensors(3)
 
@@ -55,6 +55,25 @@ def test_biases_are_selected_with_their_product() -> None:
     assert found == [f"model.layers.0.self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")]
     found = [tensor.name for tensor in layer if selected(tensor, ["k_proj.bias"])]
     assert found == ["model.layers.0.self_attn.qkv_proj.bias"]
+
+
+@pytest.mark.parametrize(
+    ("selector", "names"),
+    [
+        ("experts", ["w13_weight", "w2_weight", "w13_bias", "w2_bias"]),
+        ("w13_weight_scale", ["w13_weight"]),
+        ("experts.w2_qweight", ["w2_weight"]),
+        ("w2_weight_packed", ["w2_weight"]),
+        ("w13_bias", ["w13_bias"]),
+        ("w13_wieght", []),
+        ("w2", []),
+    ],
+)
+def test_published_names_select_matrices_of_experts(selector: str, names: list[str]) -> None:
+    of_gpt_oss = {"model_type": "gpt_oss", "decoder_sparse_step": 1, "attention_bias": True}
+    layer = moe_spec(**of_gpt_oss).layer_tensors(0)
+    found = [tensor.name for tensor in layer if selected(tensor, [selector])]
+    assert found == [f"model.layers.0.mlp.experts.{name}" for name in names]
 
 
 def test_a_selector_that_takes_a_product_whole_is_named() -> None:
