@@ -95,7 +95,7 @@ LISTED: Final[Mapping[str, str]] = {
     "experts/hits_per_step": (
         "experts of all layers that were on the GPU, per step that only decodes"
     ),
-    "experts/planned_hit_share": ("experts/hit_share as the memory plan has it for one sequence"),
+    "experts/planned_hit_share": "experts/hit_share as the memory plan has it for one sequence",
     "experts/planned_bytes_per_step": (
         "experts/bytes_per_step as the memory plan has it for one sequence"
     ),
