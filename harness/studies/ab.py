@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from catalogue.terminal import columns, error_facts
 from engine.errors import ConfigError
+from engine.lines import indented
 from harness.config.command import key_of
 from harness.config.compose import Composer, Plan, Point
 from harness.config.engine import require_package
@@ -424,13 +425,13 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
     sample = record.samples["ab"]
     lines = ["", f"{record.name}: {record.status}{verdict_text(record)}"]
     if sample["rows"]:
-        lines.append(f"  {answer_of(sample['rows'])}")
+        lines += indented([answer_of(sample["rows"])])
     for side in SIDES:
         found = sample[side]
         lines.append(f"  {side} = {' '.join(found['overrides']) or 'as is'}: {found['status']}")
     if record.error is not None:
-        lines.append(f"  {record.error['type']}: {record.error['message'].splitlines()[0]}")
-    lines += [f"  {reason}" for reason in record.reasons]
+        lines += indented([f"{record.error['type']}: {record.error['message'].splitlines()[0]}"])
+    lines += indented(record.reasons)
     if not sample["rows"]:
         lines += _single_lines(sample)
     else:
@@ -440,7 +441,7 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
         lines.append(
             f"  {part}: {found['num_equal']} of {found['num_compared']} requests gave equal tokens"
         )
-    lines += [f"  note: {text}" for text in record.effective.get("notes") or []]
+    lines += indented(f"note: {text}" for text in record.effective.get("notes") or [])
     lines.append(f"  run folder  {folder}")
     if (folder / "report.html").is_file():
         lines.append(f"  report      {folder / 'report.html'}")
@@ -450,7 +451,7 @@ def result_lines(record: RunRecord, folder: Path) -> list[str]:
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:
     """Cells of one metric of both sides."""
     return (
-        row["label"],
+        _title(row["metric"]),
         _text(row["a"]),
         _text(row["b"]),
         "n/a" if row["ratio"] is None else f"{row['ratio']:.3f}",
@@ -464,11 +465,17 @@ def _single_lines(sample: Mapping[str, Any]) -> list[str]:
     """Figures of the side that ran where the other did not."""
     return columns(
         [
-            (f"{side}: {COMPARED[name].words}", _text(value))
+            (f"{side}: {_title(name)}", _text(value))
             for side in SIDES
             for name, value in sample[side]["first_run"].items()
         ]
     )
+
+
+def _title(name: str) -> str:
+    """Return what a metric is called in a table, with its unit."""
+    metric = COMPARED[name]
+    return metric.heading if metric.label else f"{metric.words} ({metric.unit})"
 
 
 def _text(value: float | None) -> str:

@@ -245,8 +245,8 @@ def strike(failure: str, plan: dict[str, Any] | None) -> NoReturn:
 
 
 WARNING: Final = (
-    "model=fake: times, memory and tokens are scripted; nothing was computed, and no figure says "
-    "anything of a machine."
+    "model=fake: times, memory and tokens are scripted. Nothing was computed, so the figures say "
+    "nothing about a machine."
 )
 WARM_UP: Final = "warm-up"
 """Part of the ids of requests that are not timed."""

@@ -136,7 +136,7 @@ def test_tokens_are_compared_request_by_request():
 
 def test_the_lines_of_a_comparison_have_digits_notes_and_the_page(tmp_path):
     row = {
-        "label": "x",
+        "metric": "latency/ttft_ms/mean",
         "a": 0.0244,
         "b": 0.0247,
         "ratio": 1.0123,
@@ -155,7 +155,7 @@ def test_the_lines_of_a_comparison_have_digits_notes_and_the_page(tmp_path):
         samples={"ab": {"a": side, "b": side, "rows": [row], "tokens": {}}},
     )
     text = "\n".join(result_lines(record, tmp_path))
-    assert "1.012" in text
+    assert "\n  TTFT mean (ms)  0.0244  0.0247  1.012 " in text
     assert " 820.0 %  no difference resolved" in text
     assert "  note: one pair" in text
     assert f"  report      {tmp_path / 'report.html'}" in text

@@ -49,7 +49,7 @@ def test_ok_with_the_tokens_compared_and_a_start_of_its_own(tmp_path):
     assert (record.status, record.valid, record.error) == ("ok", True, None)
     assert record.effective["correctness"]["checked"] is True
     assert record.effective["model"] == {"source": "fake", "path": None}
-    assert any("nothing was computed" in text for text in record.effective["warnings"])
+    assert any("Nothing was computed" in text for text in record.effective["warnings"])
     assert record.environment["emulated"] is True
     assert record.metrics["throughput/output_tok_s"] == pytest.approx(10 / 0.04)
 
