@@ -147,13 +147,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         usage="%(prog)s [MODEL] [--url URL] [--system TEXT] [--max-tokens N] [--temperature X] ...",
-        description="Talk to a model: to a server that runs, or with MODEL to one of its own.",
-        epilog=f"Further flags are those of serve, for an engine of its own. {HELP}",
+        description="Talk to a running server, or with MODEL to an engine that is started for it.",
+        epilog=f"Other flags are those of serve, for the engine of MODEL. {HELP}",
         allow_abbrev=False,
     )
-    parser.add_argument("--url", default=URL, help=f"of the server; {URL} unless given")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of an answer at most")
+    parser.add_argument("--url", default=URL, help=f"address of the server (default: {URL})")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
     return parser
 

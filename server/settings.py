@@ -21,7 +21,7 @@ class ListenSettings(Sealed):
 
     section: ClassVar = "server"
     host: str = "127.0.0.1"
-    """Address to listen on; another one than this machine's own needs a key."""
+    """Address to listen on. Any other than a loopback address needs a key."""
     port: int = number(8000, low=0, high=65535, hint="0 takes a free one.")
     """Port to listen on; 0: a free one, which the log names."""
     api_key: list[str] = field(default_factory=list, repr=False)
@@ -32,14 +32,14 @@ class ListenSettings(Sealed):
     max_body_mib: float = number(32.0, low=0, low_open=True, high=1024)
     """Largest body of a request, MiB."""
     header_timeout_s: float = number(10.0, low=0, low_open=True, hint=SECONDS)
-    """Seconds in which a request's headers must be there."""
+    """Seconds until a request's headers must have arrived."""
     body_timeout_s: float = number(60.0, low=0, low_open=True, hint=SECONDS)
-    """Seconds in which a request's body must be there."""
+    """Seconds until a request's body must have arrived."""
     idle_timeout_s: float = number(60.0, low=0, low_open=True, hint=SECONDS)
     """Seconds that a connection without a request stays open."""
     allowed_hosts: list[str] = field(default_factory=list)
-    """Host names that requests may address, beside this machine's own. Empty: these alone where the
-    server listens on this machine's own address, any elsewhere, where a key is needed."""
+    """Host names that requests may name, in addition to this machine's own. Empty: only these if
+    the server listens on a loopback address, any name if it listens elsewhere with a key."""
     cors_origins: list[str] = field(default_factory=list)
     """Origins of web pages that may ask, such as http://localhost:3000; empty: none."""
     access_log: bool = True

@@ -239,7 +239,7 @@ COMMANDS: Final = (
     Command("compare", "RUN RUN ...", "compare runs of the same work", _compare),
     Command("doctor", "", "check what this machine has: GPU, link, memory, disk", _doctor),
     Command("ui", "[OPTIONS]", "show all runs in MLflow, in the browser", _ui),
-    Command("completion", "SHELL", "print what makes bash, zsh or fish complete", _completion),
+    Command("completion", "SHELL", "print a completion script for bash, zsh or fish", _completion),
     Command("version", "", "print the version", _version),
     Command("help", "[COMMAND]", "print this, or the help of a command", _help),
 )

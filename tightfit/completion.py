@@ -49,7 +49,7 @@ def main(arguments: Sequence[str], commands: Sequence[str]) -> int:
     """Print a shell's script, or, with --line, what may stand at the end of a command line."""
     parser = argparse.ArgumentParser(
         prog="tightfit completion",
-        description="Print the script that has a shell complete commands and settings.",
+        description="Print a script with which a shell completes commands and settings.",
         epilog="\n".join(HOW.values()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

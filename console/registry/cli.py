@@ -72,13 +72,13 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
 def _parser(asked: str) -> argparse.ArgumentParser:
     """Return what reads the arguments of a verb; the engine's flags are made for that alone."""
     parser = argparse.ArgumentParser(
-        prog="tightfit models", description="Look after models: files, settings, results."
+        prog="tightfit models", description="Manage models: files, settings, results."
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     helps = (
         "list the models that were added, and those of the catalogue",
         "print a model's sizes, files, profiles and last results",
-        "add a model with its settings; those left open are proposed, with their price",
+        "add a model; settings that you omit are proposed, with what they cost",
         "change settings of a model's profile, or make another profile",
         "measure a model with a profile, or two profiles in turns",
         f"download models into {tightfit_home()}",

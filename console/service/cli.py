@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tightfit service",
         description="Run a profile's server and the console as services of systemd.",
-        epilog="install --only server|console -- FLAGS hands flags on, such as --port 8001.",
+        epilog="install --only server|console -- FLAGS passes flags on, such as --port 8001.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in VERBS.items():

@@ -26,15 +26,15 @@ from reports.record.record import RunRecord
 from reports.record.text import ABSENT, number, shorten
 
 CONVENTIONS: Final = (
-    "Runs of both sides lie next to each other, in the order A B, B A, A B, ..., each in fresh"
-    " processes, so that a slow drift of the machine falls on both.",
+    "Runs of the two sides alternate, in the order A B, B A, A B, ..., each in fresh processes, so"
+    " that a slow drift of the machine affects both.",
     "b / a is the geometric mean of the ratios of the pairs; its interval is Student's t at 95 %"
     " over their logarithms.",
-    "noise is what the mean of as many pairs could differ from 1 by chance, from runs of side a"
-    " against itself: their root mean square, times Student's t. Below it, or where the interval"
+    "noise is how far the mean of as many pairs could be from 1 by chance, as runs of side a"
+    " against itself show: their root mean square, times Student's t. Below it, or if the interval"
     " includes 1, no difference is resolved.",
-    "total time is the load and all timed requests of one run, of repeated parts the mean of once; "
-    "checks and warm-ups are left out.",
+    "total time is the load and all timed requests of one run, without checks and warm-ups; of"
+    " repeated parts, the mean of the repeats counts.",
 )
 ENDS: Final = ("least", "median", "most")
 

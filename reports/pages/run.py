@@ -463,7 +463,7 @@ def _memory(record: RunRecord) -> tuple[str | None, str | None]:
     asked_gib = facts.dig_number(record.config, "gpu.memory_gib")
     share = facts.dig_number(record.config, "engine.gpu_memory_utilization")
     asked = "the whole card" if asked_gib is None else f"{number(asked_gib)} GiB"
-    asked += f", of it {share:.0%}" if share is not None else ""
+    asked = f"{100 * share:g} % of {asked}" if share is not None else asked
     peak = record.metrics.get("memory/gpu_peak_gib")
     return asked, None if peak is None else f"peak {number(peak)} GiB"
 

@@ -400,7 +400,7 @@ def test_asked_stands_beside_used():
     found = {row[0]: row[1:] for row in asked_section(record).tables[0].rows}
     assert found["system"] == ("native", "this project")
     assert found["dtype"] == ("bfloat16", "bfloat16")
-    assert found["GPU memory"] == ("16.0 GiB, of it 85%", "peak 12.9 GiB")
+    assert found["GPU memory"] == ("85 % of 16.0 GiB", "peak 12.9 GiB")
     assert found["offload"] == ("uva", "5.00 GiB resident, 8.00 GiB uva")
     assert found["sequences at once"] == ("64", "7 at most")
     assert found["longest sequence"] == ("the model's own limit", "4,096 tokens")
