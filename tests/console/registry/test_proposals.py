@@ -118,6 +118,9 @@ class Gpu:
     def compute_capability(self) -> tuple[int, int]:
         return 8, 9
 
+    def holders(self) -> tuple[str, ...]:
+        return ("another (7)",)
+
 
 def test_the_card_of_this_machine_is_taken_as_it_is_now(
     models: Models, monkeypatch: pytest.MonkeyPatch
