@@ -131,7 +131,8 @@ def way_rows(ways: Sequence[Way], context: int | None, *, is_fix: bool) -> list[
     keeping = [way for way in ways if not way.is_shorter] or list(ways)
     labels = ["Best fix", "Next"] if is_fix else ["Faster"]
     chosen = list(zip(labels, keeping, strict=False))
-    simple = next((way for way in keeping if way.settings[0].startswith("offload.uva")), None)
+    by_size = "offload.uva", "offload.experts"
+    simple = next((way for way in keeping if way.settings[0].startswith(by_size)), None)
     if is_fix and simple is not None and all(way is not simple for _, way in chosen):
         chosen.append(("Simplest", simple))
     chosen += [("Shorter", way) for way in ways if way.is_shorter and way is not keeping[0]]
@@ -327,7 +328,7 @@ def ways_to_place(asked: Asked, planned: Planned) -> Iterator[Way]:
     """Yield what fits of the ways to place weights, other than the one that is set.
 
     Lossless on the GPU; plain on the GPU, and then no others; chosen placements; what is set,
-    lossless; the least uva; the least prefetch.
+    lossless; banks of experts that take what is left; the least uva; the least prefetch.
     """
     if asked.config.planner.choose or asked.reference:
         return  # placements are chosen already, or are not what is asked
@@ -338,8 +339,8 @@ def ways_to_place(asked: Asked, planned: Planned) -> Iterator[Way]:
         yield way
         return
     yield from _chosen_ways(asked, planned)
-    if way := _set_in_codes(asked):
-        yield way
+    for way in (_set_in_codes(asked), _free_banks(asked)):
+        yield from [way] if way else []
     if "cpu_offload_gb" in asked.config.planner.auto_fields:
         return  # it chooses the size itself
     for found in (least_uva(asked), least_prefetch(asked)):
@@ -545,6 +546,19 @@ def _set_in_codes(asked: Asked) -> Way | None:
     chosen = with_fields(coded, set(planner.auto_fields))
     found = replace(coded, config=chosen or coded.config)
     return Way(settings=(LOSSLESS_WORDS,), asked=found, plan=plan_as_set(found))
+
+
+def _free_banks(asked: Asked) -> Way | None:
+    """Return banks of as many slots as have room, where a number is set; None: there is no room."""
+    node = asked.config.offload
+    if node.backend != "experts" or not node.experts.is_set:
+        return None
+    free = with_offload(asked, OffloadConfig(offload_backend="experts"))
+    if not would_fit(free):
+        return None
+    words = () if node.offload_backend == "experts" else ("offload=experts",)
+    settings = ("offload.experts.expert_slots=null", *words)
+    return Way(settings=settings, asked=free, plan=plan_as_set(free))
 
 
 def least_uva(asked: Asked) -> Way | None:

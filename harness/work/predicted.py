@@ -155,9 +155,12 @@ def expert_metrics(
 
     Args:
         totals: Over steps.
-        planned: What the plan says of experts; None, and nothing: the model has none off the GPU.
+        planned: What the plan says of experts; None: the model has none.
+
+    Returns:
+        Nothing where all experts lie on the GPU, or are copied there with their layers.
     """
-    if not planned:
+    if not planned or not any(planned["expert_bytes"]):
         return {}
     hits, misses = totals.decode_expert_hits, totals.decode_expert_misses
     count, used = totals.num_decode_steps, hits + misses

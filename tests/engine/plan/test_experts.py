@@ -338,6 +338,8 @@ def test_the_least_uva_that_is_printed_fits(*, first: bool) -> None:
     assert others == ([] if first else ["offload=uva"])
     again = UVAOffloadConfig(cpu_offload_gb=float(size.partition("=")[2]), experts_first=first)
     assert planned(12, uva=again).host_total_bytes == way["host_total_bytes"]
+    free = [each["settings"] for each in ways if "expert_slots" in each["settings"][0]]
+    assert free == ([] if first else [["offload.experts.expert_slots=null", "offload=experts"]])
 
 
 def test_real_weights_are_assumed_to_repeat_experts() -> None:

@@ -99,7 +99,8 @@ PREFILL = StepStats(num_prefill_tokens=9, expert_hits=1, expert_misses=90, exper
 
 def test_metrics_are_of_steps_that_only_decode() -> None:
     found = totals(PREFILL, DECODE, DECODE)
-    assert expert_metrics(found, {"hit_share": 0.7, "bytes_per_step": 450.5}) == {
+    planned = {"hit_share": 0.7, "bytes_per_step": 450.5, "expert_bytes": [0, 9]}
+    assert expert_metrics(found, planned) == {
         "experts/hit_share": 0.75,
         "experts/hits_per_step": 6,
         "experts/misses_per_step": 2,
@@ -115,9 +116,12 @@ def test_metrics_are_of_steps_that_only_decode() -> None:
 
 def test_without_experts_off_the_gpu_nothing_is_measured() -> None:
     assert expert_metrics(totals(DECODE), None) == {}
+    planned = {"hit_share": None, "bytes_per_step": 0, "expert_bytes": [0, 0]}
+    assert expert_metrics(totals(DECODE), planned) == {}
 
 
 def test_without_decodes_shares_are_unknown() -> None:
-    found = expert_metrics(totals(PREFILL), {"hit_share": None, "bytes_per_step": 0})
+    planned = {"hit_share": None, "bytes_per_step": 0, "expert_bytes": [9]}
+    found = expert_metrics(totals(PREFILL), planned)
     assert found["experts/hit_share"] is None
     assert found["experts/bytes_per_step"] is None
