@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 from catalogue.checkpoint import ModelUnavailableError
 from catalogue.entry import Model
 from catalogue.files import facts_folder, kept_folder, tightfit_home
-from catalogue.models import describe, entries, fetch, find, remove, state
-from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
+from catalogue.listing import catalogue_table, model_lines
+from catalogue.models import describe, entries, fetch, find, remove
+from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, say, show
 from engine.errors import ConfigError, EngineError
 from engine.sealed import GIB
 
@@ -51,13 +52,14 @@ def _carry_out(chosen: argparse.Namespace) -> Iterable[str]:
     if chosen.command == "home":
         return [str(tightfit_home())]
     if chosen.command == "list":
-        return _table(config_dir)
+        return catalogue_table(entries(config_dir))
     several = [find(name, config_dir) for name in getattr(chosen, "names", [])]
     if chosen.command == "remove":
         return [f"{model.name}: {remove(model) / GIB:.2f} GiB removed" for model in several]
     if chosen.command == "fetch":
         return [_fetched(model) for model in several]
-    return _described(find(chosen.name, config_dir))
+    model = find(chosen.name, config_dir)
+    return model_lines(model, describe(model))
 
 
 def _fetched(model: Model) -> str:
@@ -90,49 +92,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 _NAME: Final = "a name of `list`, or a hub's OWNER/NAME"
-
-
-def _table(config_dir: Path | None) -> list[str]:
-    """Return a line for each model of the catalogue."""
-    rows = [("model", "here", "GiB on disk", "billion weights", "source")]
-    for model in entries(config_dir):
-        found = state(model)
-        size = f"{found.num_bytes / GIB:.2f}" if found.num_bytes else "-"
-        spec = model.spec
-        weights = "-" if spec is None else f"{spec.num_parameters / 1e9:.2f}"
-        rows.append((model.name, found.kind, size, weights, _source(model)))
-    return columns(rows, left={0, 1, 4}, has_paths=True)
-
-
-def _source(model: Model) -> str:
-    source = model.source
-    if model.path is not None:
-        return model.path
-    return str(source.repo) if source.kind == "hub" else f"{source.package} {source.version}"
-
-
-def _described(model: Model) -> list[str]:
-    """Return what is known of a model, a line for each fact."""
-    found, folder = state(model), describe(model)
-    spec = folder.spec
-    rows = [
-        ("model", model.name),
-        ("source", _source(model)),
-        ("here", f"{found.kind}, {found.num_bytes / GIB:.2f} GiB" if found.num_bytes else "absent"),
-        ("folder", str(found.path or "-")),
-        ("family", spec.model_type),
-        (
-            "weights",
-            f"{spec.num_parameters / 1e9:.3f} billion, {spec.weight_bytes() / GIB:.2f} GiB",
-        ),
-        ("layers", str(spec.num_hidden_layers)),
-        ("longest sequence", f"{spec.max_position_embeddings:,} tokens"),
-        ("KV of a token", f"{spec.kv_bytes_per_token() / 1024:.1f} KiB"),
-    ]
-    return [
-        *columns(rows, left={0, 1}, has_paths=True),
-        *(f"  note: {note}" for note in folder.notes),
-    ]
 
 
 def pack(arguments: Sequence[str], prog: str) -> int:

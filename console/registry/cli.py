@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from catalogue.checkpoint import ModelUnavailableError, freed_bytes
 from catalogue.entry import Model as Entry
 from catalogue.files import kept_folder, tightfit_home
+from catalogue.listing import catalogue_table, model_lines, size_rows, source_text
 from catalogue.models import describe, entries, fetch, find, kept_copy, own_folder, remove, state
 from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
 from console.registry.listing import read_models
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from console.registry.proposals import Proposal
     from console.registry.registry import Registry
     from console.registry.tables import Model, Performance, Profile
-    from engine.model.spec import ModelSpec
 
 VERBS: Final = ("list", "show", "add", "set", "test", "fetch", "pack", "remove", "scan", "home")
 _NAME: Final = "a name of `list`, or a hub's OWNER/NAME"
@@ -153,7 +153,7 @@ def _list(chosen: argparse.Namespace) -> Iterator[Answer]:
     known = {row["source"] for row in rows}
     others = [entry for entry in entries(chosen.config_dir) if entry.name not in known]
     if not chosen.json:
-        yield Answer([*_table(rows), *[""][: len(rows)], *_catalogue_table(others)], None)
+        yield Answer([*_table(rows), *[""][: len(rows)], *catalogue_table(others)], None)
         return
     for row in rows:
         del row["spec"]  # `show` has it
@@ -195,24 +195,6 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return columns(found, left={0, 1, 5, 6}, has_paths=True)
 
 
-def _catalogue_table(entries: Sequence[Entry]) -> list[str]:
-    """Return a line for each model of the catalogue."""
-    rows = [("model", "here", "GiB on disk", "billion weights", "source")]
-    for entry in entries:
-        found, spec = state(entry), entry.spec
-        size = f"{found.num_bytes / GIB:.2f}" if found.num_bytes else "-"
-        weights = "-" if spec is None else f"{spec.num_parameters / 1e9:.2f}"
-        rows.append((entry.name, found.kind, size, weights, _source(entry)))
-    return columns(rows, left={0, 1, 4}, has_paths=True)
-
-
-def _source(entry: Entry) -> str:
-    source = entry.source
-    if entry.path is not None:
-        return entry.path
-    return str(source.repo) if source.kind == "hub" else f"{source.package} {source.version}"
-
-
 def _gib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / GIB:.2f}"
 
@@ -234,7 +216,7 @@ def _plain_entry(entry: Entry) -> dict[str, Any]:
     found, spec = state(entry), entry.spec
     return {
         "name": entry.name,
-        "source": _source(entry),
+        "source": source_text(entry),
         "here": found.kind,
         "path": None if found.path is None else str(found.path),
         "num_bytes": found.num_bytes,
@@ -253,30 +235,9 @@ def _show(chosen: argparse.Namespace) -> Iterator[Answer]:
             f"card: expected a model that was added, got {entry.name}. Add it first, or see "
             f"`tightfit plan +model={entry.name} gpu={chosen.card}`."
         )
-    found, folder = state(entry), describe(entry)
-    here = f"{found.kind}, {found.num_bytes / GIB:.2f} GiB" if found.num_bytes else "absent"
-    rows = [
-        ("model", entry.name),
-        ("source", _source(entry)),
-        ("here", here),
-        ("folder", str(found.path or "-")),
-        *_sizes(folder.spec, folder.spec.weight_bytes()),
-    ]
-    lines = [
-        *columns(rows, left={0, 1}, has_paths=True),
-        *(f"  note: {note}" for note in folder.notes),
-    ]
-    yield Answer(lines, _plain_entry(entry) | {"spec": asdict(folder.spec), "notes": folder.notes})
-
-
-def _sizes(spec: "ModelSpec", weights_bytes: int) -> list[tuple[str, str]]:
-    return [
-        ("family", spec.model_type),
-        ("weights", f"{spec.num_parameters / 1e9:.3f} billion, {weights_bytes / GIB:.2f} GiB"),
-        ("layers", str(spec.num_hidden_layers)),
-        ("longest sequence", f"{spec.max_position_embeddings:,} tokens"),
-        ("KV of a token", f"{spec.kv_bytes_per_token() / 1024:.1f} KiB"),
-    ]
+    folder = describe(entry)
+    plain = _plain_entry(entry) | {"spec": asdict(folder.spec), "notes": folder.notes}
+    yield Answer(model_lines(entry, folder), plain)
 
 
 def _described(registry: "Registry", row: "Model", card: str | None) -> Answer:
@@ -291,7 +252,7 @@ def _described(registry: "Registry", row: "Model", card: str | None) -> Answer:
         ("source", row.source if row.revision is None else f"{row.source} {row.revision}"),
         ("state", row.state if row.reason is None else f"{row.state}: {row.reason}"),
         ("folder", row.path or "-"),
-        *_sizes(spec_of(row), row.weights_bytes or 0),
+        *size_rows(spec_of(row), row.weights_bytes or 0),
         *(_profile_row(profile) for profile in row.profiles),
         *_measured_rows(measured, row),
         *((f"test {run.id}", f"{run.kind}, {run.status}") for run in runs),
