@@ -40,10 +40,10 @@ LOSSLESS_MOST_TFLOPS: Final = 593.0
 """bf16 products of that card (H200), as reached. What restoring carries goes with multiprocessors
 and their clock, which from an RTX 3060 to an H200 differ by no more than the root of this rate; a
 card with more tensor cores restores no faster (not measured on any but an H200)."""
-QUANTISED_MOST: Final = 2.4
-"""Work of quantised weights (held.RESTORING_WORK) that restoring in registers carries, over the
-bytes of codes that restoring those carries at 16 tokens (H200, steps of Llama 2 7B,
-docs/performance.md)."""
+QUANTISED_MOST: Final = ((8, 2.9), (64, 2.4))
+"""Tokens of a product at most, and what restoring quantised weights in registers carries of their
+work (held.RESTORING_WORK), over the bytes of codes that it carries at 16 tokens (H200, steps of
+Llama 2 7B, docs/performance.md)."""
 PIECE_LAUNCHES: Final = 0.25
 """Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms where
 a layer takes 0.73 (llama31_8b, H200)."""
@@ -499,17 +499,22 @@ def _packed_s(
     return restore_s + link_s, whole / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
 
 
+def _of_rows(table: Sequence[tuple[int, float]], rows: int) -> float:
+    """Return the entry of a table of products of at most so many rows."""
+    return next(value for most, value in table if rows <= most)
+
+
 def _restored_in_registers_s(rates: Rates, rows: int, packed: Packed) -> float:
     """Return the seconds in which products of few rows read weights and restore them."""
     scale = min(1.0, math.sqrt(rates.bf16_tflops / LOSSLESS_MOST_TFLOPS)) * 1e9
-    most = next(rate for tokens, rate in LOSSLESS_MOST_GB_S if rows <= tokens) * scale
+    most = _of_rows(LOSSLESS_MOST_GB_S, rows) * scale
     read = rates.lossless_gb_s * 1e9
     seconds = (packed.stored - packed.quantised) / min(read, most)
     if not packed.quantised:
         return seconds
     if rates.is_cpu:  # which restores them whole
         return seconds + packed.quantised_plain / (rates.restore_gb_s * 1e9)
-    restored = QUANTISED_MOST * min(most, dict(LOSSLESS_MOST_GB_S)[16] * scale)
+    restored = _of_rows(QUANTISED_MOST, rows) * min(most, _of_rows(LOSSLESS_MOST_GB_S, 16) * scale)
     return seconds + max(packed.quantised / read, packed.quantised_work / restored)
 
 
