@@ -158,16 +158,19 @@ def _with_model(config: RunConfig, model: ModelConfig) -> EngineConfig:
 
 
 def kv_tokens_in_use(config: RunConfig) -> int | None:
-    """Return the most tokens of KV that the scenario's requests can use at once; None: unknown.
+    """Return the most tokens of KV that the scenario's requests can use; None: unknown.
 
-    Unknown too where prefixes are kept, which have a use for any room, and of single steps.
+    Those of requests that run at once, or where prefixes are kept those of all. Unknown too of
+    single steps, and where prefixes are kept of requests that arrive or are scored.
     """
     scenario, limits = config.scenario, config.length_limits().values()
-    if config.kv.enable_prefix_caching or scenario.steps or scenario.tiers or not limits:
+    if scenario.steps or scenario.tiers or not limits:
         return None
     known, longest = scenario.longest_tokens(), min(limits)
     at_once = {"load": 1, "correctness": 1} | ({"latency": 1} if scenario.latency else {})
     known |= {"load": 1, "correctness": known.get("correctness", 1)}
+    if config.kv.enable_prefix_caching:
+        return _kept_tokens(config, known, longest)
     if scenario.quality is not None:
         at_once["quality"] = 1
     if scenario.throughput is not None:
@@ -181,6 +184,24 @@ def kv_tokens_in_use(config: RunConfig) -> int | None:
         for part, count in at_once.items()
     ]
     return max(*used, config.planner.kv_tokens or 0)
+
+
+def _kept_tokens(config: RunConfig, known: Mapping[str, int], longest: int) -> int | None:
+    """Return the tokens of all requests of a worker, which a prefix cache can keep; None: unknown.
+
+    `known` are the lengths of the requests of parts, `longest` is that of any.
+    """
+    scenario, check = config.scenario, config.scenario.correctness
+    if scenario.serve is not None or scenario.quality is not None:
+        return None
+    counts = {"load": 1, "correctness": check.num_prompts if check.enabled else 0} | {
+        name: (part.num_requests + part.warmup_requests) * part.repeats
+        for name, part in (("latency", scenario.latency), ("throughput", scenario.throughput))
+        if part is not None
+    }
+    block = config.kv.block_size
+    kept = sum(count * (known.get(part, longest) + block) for part, count in counts.items())
+    return max(kept, config.planner.kv_tokens or 0)
 
 
 def engine_config(

@@ -96,7 +96,8 @@ def test_where_no_option_is_contradicted_the_fields_say_what_runs(
         (["engine.max_num_seqs=4"], 4 * (32 + 16 + 16)),
         (["scenario=latency"], 128 + 32 + 16),
         (["scenario=serve", "scenario.serve.max_concurrency=3"], 3 * (32 + 16 + 16)),
-        (["kv.enable_prefix_caching=true"], None),
+        (["kv=cpu"], 2 * (32 + 16) + (12 + 9) * (48 + 16) + 1 + 16),
+        (["kv=cpu", "scenario=serve"], None),
     ],
 )
 def test_tokens_of_kv_that_a_scenario_can_use(composer, asked, tokens):
