@@ -4,11 +4,7 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import subprocess
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,7 +13,7 @@ import httpx
 from httpx_sse import connect_sse
 from rich.console import Console
 
-from catalogue.processes import module_command, python_path
+from catalogue.own_server import OwnServer
 from engine.errors import EngineError
 from server.settings import API_KEY_VARIABLE
 
@@ -165,48 +161,15 @@ def own_server(model: str, flags: Sequence[str], console: Console) -> Iterator[s
     Raises:
         ChatError: It ended instead; its last lines say why.
     """
-    command = [*module_command("server"), model, "--port", "0", "--no-access-log"]
-    process = subprocess.Popen(
-        [*command, *flags],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))},
-    )
-    reader: threading.Thread | None = None
+    server = OwnServer([model, "--port", "0", "--no-access-log", *flags], is_apart=True)
     try:
         with console.status(f"loading {model}"):
-            url = _wait_ready(process)
-        # What it writes later is read and dropped, so that it never waits for a reader.
-        reader = threading.Thread(target=deque, args=(process.stderr, 0), daemon=True)
-        reader.start()
+            url = server.wait_ready()
+        if url is None:
+            raise ChatError("\n".join(server.last_lines))
         yield url
     finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        process.kill()
-        process.wait()
-        if reader is not None:
-            reader.join()
-        assert process.stderr is not None
-        process.stderr.close()
-
-
-def _wait_ready(process: "subprocess.Popen[str]") -> str:
-    """Return the address of a server that became ready."""
-    assert process.stderr is not None
-    lines, url = list[str](), ""
-    for line in process.stderr:
-        lines.append(line.rstrip())
-        if line.startswith("listening on "):
-            url = line.split()[2].rstrip(",")
-        if line.startswith("ready: "):
-            return url
-    raise ChatError("\n".join(lines[-5:]))
+        server.end(END_S)
 
 
 def _talk(console: Console, url: str, asked: argparse.Namespace) -> None:
