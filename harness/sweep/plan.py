@@ -15,6 +15,7 @@ from engine.plan.answer import rate
 from engine.plan.cards import UNKNOWN_HOST_BYTES
 from engine.plan.memory import MemoryPlan
 from engine.plan.rates import rates_for
+from engine.plan.sizes import kv_sizes
 from engine.plan.times import CONTEXT_TOKENS
 from engine.sealed import GIB
 from harness.config.command import command_line
@@ -62,7 +63,8 @@ def _other_lines(found: Forecast, reported_gib: float) -> list[str]:
     """
     spec, most = found.spec, found.spec.max_position_embeddings
     length = found.config.engine.max_model_len or min(most, DEFAULT_TOKENS)
-    size, need = spec.weight_bytes() / GIB, spec.kv_bytes_per_token() * length / GIB
+    kv = kv_sizes(found.base, spec, spec.dtype, length)
+    size, need = spec.weight_bytes() / GIB, kv.num_bytes(kv.blocks(length)) / GIB
     sequence = f"one sequence of {length:,} tokens needs {need:.2f} GiB of KV"
     least = math.ceil(round((need - reported_gib) * 100, 6)) / 100
     head = f"The engine that reported {reported_gib:.2f} GiB for its KV cache: {sequence}"

@@ -160,6 +160,11 @@ def test_another_engine_is_told_what_it_lacks(composer: Composer) -> None:
     assert "olmo7b does not fit rtx4080_16gb: 2.45 GiB short" in text  # ours, of our own memory
     roomy = said(found_of(composer, *OLMO, "plan.reported_kv_gib=2.5"))
     assert "no weights have to leave the GPU" in roomy
+    assert "describes that engine's memory" in roomy
+    # Of 34 layers 5 keep all tokens, the others 1,024 and those of a step.
+    windows = ("+model=gemma3_4b", "gpu=rtx3060_12gb", "engine.max_model_len=131072")
+    text = said(found_of(composer, *windows, "plan.reported_kv_gib=-1.25"))
+    assert "one sequence of 131,072 tokens needs 2.84 GiB of KV. 4.10 GiB are missing" in text
     with pytest.raises(ConfigError, match=r"plan\.reported_kv_gib: expected mode=plan"):
         composer.plan([*OLMO, "plan.reported_kv_gib=0"])
     with pytest.raises(ConfigError, match=r"plan\.verbose: expected mode=plan beside it"):
