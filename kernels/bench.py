@@ -37,12 +37,9 @@ import torch
 from kernels.arguments import (
     AttentionCall,
     DecodeWorkspace,
-    ExpertArrays,
-    ExpertCache,
     HostCache,
     PrefillPart,
     decode_workspace,
-    expert_cache,
     prefill_state,
     prefill_workspace,
 )
@@ -71,6 +68,7 @@ from kernels.bench_timing import (
     workspace_of,
 )
 from kernels.bench_weights import WEIGHT_CASES
+from kernels.expert_arguments import ExpertArrays, ExpertCache, expert_cache
 from kernels.ops import attention, kv, linear, norm
 from kernels.ops import expert_cache as expert_ops
 from kernels.ref import attention as ref_attention

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from kernels.arguments import ExpertArrays, ExpertCache
+from kernels.expert_arguments import ExpertArrays, ExpertCache
 from kernels.ops import expert_cache
 from kernels.sizes import num_expert_parts
 

@@ -24,7 +24,7 @@ from engine.plan.memory import MemoryPlan
 from engine.plan.units import CACHED, RESIDENCES, LayerPlan, Residence, Slab, Slots, Unit
 from engine.weights.experts import ROUTED, CachedUnits, CountedExperts, ExpertBank
 from engine.weights.residence import Held, HeldUnits, Operands
-from kernels.arguments import ExpertArrays, ExpertCache, expert_cache
+from kernels.expert_arguments import ExpertArrays, ExpertCache, expert_cache
 from kernels.ops import codes, linear, quantised
 from kernels.sizes import expert_cache_bytes
 

@@ -9,10 +9,11 @@ from typing import Final
 
 import torch
 
-from kernels.arguments import Codes, ExpertCache, Quantised
+from kernels.arguments import Codes, Quantised
 from kernels.cuda.driver import Args, Kernel, capability, launch, max_shared_bytes
 from kernels.cuda.loaders import CODES, PLAIN, Loader, args_of, loader_of
 from kernels.cuda.products import TOKEN_TILES, Tile, token_counts
+from kernels.expert_arguments import ExpertCache
 from kernels.sizes import EXPERT_COPIERS, LEAST_CAPABILITY, MAX_SMALL_TOKENS
 
 _SPLITS: Final = 4

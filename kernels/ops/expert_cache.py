@@ -6,7 +6,7 @@ each time it is replayed. Shape letters: T tokens, k experts of each, E experts,
 
 import torch
 
-from kernels.arguments import ExpertArrays, ExpertCache
+from kernels.expert_arguments import ExpertArrays, ExpertCache
 from kernels.ops.checks import KernelArgumentError, check_tensor
 from kernels.ref import expert_cache as ref
 

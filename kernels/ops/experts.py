@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from kernels.arguments import Codes, ExpertCache, Quantised
+from kernels.arguments import Codes, Quantised
+from kernels.expert_arguments import ExpertCache
 from kernels.ops import codes, quantised
 from kernels.ops.checks import KernelArgumentError, check_dims, check_float, check_tensor
 from kernels.ref import experts as ref

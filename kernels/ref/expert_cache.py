@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.arguments import ExpertArrays, ExpertCache
+from kernels.expert_arguments import ExpertArrays, ExpertCache
 
 
 def claim(ids_Tk: torch.Tensor, part: int, cache: ExpertCache) -> torch.Tensor:

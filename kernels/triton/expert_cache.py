@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.arguments import ExpertArrays, ExpertCache
+from kernels.expert_arguments import ExpertArrays, ExpertCache
 from kernels.sizes import EXPERT_COPIERS
 from kernels.triton.dependent import launch_options, release, wait
 

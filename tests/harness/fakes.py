@@ -123,7 +123,7 @@ class FakeLLM:
         self.max_model_len = script.max_model_len
         plan = dict(PLAN)
         if script.experts:
-            plan["experts"] = {"hit_share": 0.5, "bytes_per_step": 300}
+            plan["experts"] = {"hit_share": 0.5, "bytes_per_step": 300, "expert_bytes": [400]}
         self.plan = SimpleNamespace(
             to_dict=lambda: dict(plan),
             moved_per_step=lambda num_decodes: script.planned_bytes,

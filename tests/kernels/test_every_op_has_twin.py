@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 
 import kernels.ops
-from kernels.arguments import (
-    AttentionCall,
-    Codes,
-    ExpertArrays,
-    ExpertCache,
-    Joined,
-    PrefillPart,
-    Quantised,
-)
+from kernels.arguments import AttentionCall, Codes, Joined, PrefillPart, Quantised
+from kernels.expert_arguments import ExpertArrays, ExpertCache
 
 MODULES = sorted(
     module.name for module in pkgutil.iter_modules(kernels.ops.__path__) if module.name != "checks"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.arguments import ExpertArrays, expert_cache
+from kernels.expert_arguments import ExpertArrays, expert_cache
 from kernels.ops import expert_cache as ops
 from kernels.ops.checks import KernelArgumentError
 from kernels.ref import expert_cache as ref

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernels import sizes
-from kernels.arguments import Codes, ExpertArrays, Quantised, expert_cache
+from kernels.arguments import Codes, Quantised
+from kernels.expert_arguments import ExpertArrays, expert_cache
 from kernels.ops import codes, experts
 from kernels.ops import expert_cache as ops
 from kernels.ref import experts as ref
