@@ -528,8 +528,7 @@ class Quantisation:
             for part, scheme in zip(tensor.parts, schemes, strict=True):
                 if scheme is not None and (why := why_not(scheme, *part.shape)):
                     raise ConfigError(
-                        f"{module_of(part)}: expected {why} in {scheme.name}. This checkpoint is "
-                        "not supported."
+                        f"{module_of(part)}: expected {why} in {scheme.name}. {self._remedy}"
                     )
             if not any(schemes):
                 continue
@@ -541,12 +540,16 @@ class Quantisation:
                 raise ConfigError(
                     f"{tensor.name}: expected all experts in one format, of a multiple of "
                     f"{TILE_ROWS} rows each and without an order of columns (desc_act, actorder), "
-                    f"got {', '.join(names)} and {tensor.parts[0].shape[0]} rows. This checkpoint "
-                    "is not supported."
+                    f"got {', '.join(names)} and {tensor.parts[0].shape[0]} rows. {self._remedy}"
                 )
             else:
                 found[tensor.name] = Mixed(tuple(_format(scheme, dtype) for scheme in schemes))
         return found
+
+    @property
+    def _remedy(self) -> str:
+        is_rounded = any(scheme.layout == ROUNDED for _, scheme in self.schemes)
+        return "Remove model.quantize." if is_rounded else "This checkpoint is not supported."
 
     @property
     def _norm(self) -> Scheme | None:

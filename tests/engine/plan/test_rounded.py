@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.errors import CapacityError
+from engine.errors import CapacityError, ConfigError
+from engine.model.rounding import weight_formats
 from engine.plan.planner import answer, plan_memory
-from tests.engine.specs import H200, OLMO_7B, configuration, uva
+from tests.engine.specs import H200, OLMO_7B, configuration, moe_spec, uva
 
 ROW = re.compile(r"4-bit +(\S+)(?: (?=[\d.]+ tok/s)| +)([\d.]+) tok/s")
 
@@ -60,3 +61,8 @@ def test_no_row_where_4_bits_do_not_fit_or_are_ruled_out() -> None:
     with pytest.raises(CapacityError) as caught:
         plan_memory(lossless, OLMO_7B, H200)
     assert "4-bit" not in str(caught.value)
+
+
+def test_experts_that_cannot_be_rounded_are_refused_with_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r"got int4 and 33 rows\. Remove model\.quantize\."):
+        weight_formats("int4", moe_spec(moe_intermediate_size=33), "bfloat16")
