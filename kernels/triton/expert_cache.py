@@ -114,6 +114,8 @@ def _claim_kernel(
     tl.store(copied + tl.arange(0, 2), tl.zeros([2], tl.int32))
     tl.store(multiplied + s, tl.zeros([SLOTS], tl.int32), mask=is_slot)
     tl.store(tick_at, tick)
+    # Every thread sees what others have written.
+    tl.debug_barrier()
     for start in range(0, num_ids, IDS):
         at = start + tl.arange(0, IDS)
         expert = tl.load(ids + at, mask=at < num_ids, other=-1)
