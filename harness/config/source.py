@@ -229,8 +229,13 @@ def _key(defaults: Sequence[ResultDefault], repo: IConfigRepository) -> tuple[_K
 
 
 def keep_texts(override: str, parser: OverridesParser) -> str:
-    """Return an override with quotes around values of text settings that Hydra would convert."""
+    """Return an override with quotes around values of text settings that Hydra would convert.
+
+    Colons of a plain text have no backslash, which Hydra adds to the values of a sweep.
+    """
     key, equals, value = override.partition("=")
+    if not {*value} & {*"'\"[{"}:
+        value = value.replace("\\:", ":")
     path = key.lstrip("+~").partition("@")[0].replace("/", ".")
     return f"{key}{equals}{_keep(path, value, parser)}" if equals else override
 

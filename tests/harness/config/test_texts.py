@@ -137,6 +137,8 @@ def test_keys_of_another_form_are_refused_with_a_suggestion(
         ("gpu.name='1.10'", "gpu.name='1.10'"),
         ("engine.seed=1.10", "engine.seed=1.10"),
         ("model.path=~/a b", "model.path='~/a b'"),
+        ("model.routing=synthetic\\:0.5", "model.routing=synthetic:0.5"),
+        ("model.routing='a\\:b'", "model.routing='a\\:b'"),
         ("a={gpu:{name:1}}", "a={gpu:{name:1}}"),
         ("model.source={version:1.10, kind:hub}", "model.source={version:'1.10', kind:hub}"),
         ("offload.prefetch.offload_params=[1.10,a]", "offload.prefetch.offload_params=['1.10',a]"),
