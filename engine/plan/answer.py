@@ -442,12 +442,17 @@ def _fit_text(asked: Asked, plan: MemoryPlan) -> str:
     backend = "auto" if config.planner.choose else config.offload.backend
     how = "" if backend == "none" else f" with offload={backend}"
     at = f" at {plan.max_model_len:,} tokens" if now.reads_kv_in_place else ""
+    if config.planner.objective == "throughput":
+        at = f" for a queue of {QUEUE_REQUESTS} requests"
     per_s = rate(now.tokens_s(context_of([now])))
-    whole = "" if asked.own_length is None else f" of the model's {asked.own_length:,}"
+    count = f"{plan.max_concurrency:.1f}"
+    held = "one sequence" if count == "1.0" else f"{count} sequences"
+    own = asked.own_length
+    whole = "" if own is None else f" (the model's own limit is {own:,})"
     model, card = asked.config.model.name, asked.facts.name
     return (
         f"{model} fits {card}{how}: {per_s} tok/s{at}, {now.effect()}. The KV cache "
-        f"holds {plan.max_concurrency:.1f} sequences of {plan.max_model_len:,}{whole} tokens."
+        f"holds {held} of {plan.max_model_len:,} tokens{whole}."
     )
 
 
