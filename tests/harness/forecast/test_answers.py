@@ -180,7 +180,7 @@ def test_a_length_that_is_not_set_is_cut_to_what_fits_and_its_price_is_said(
     length = found.plan.max_model_len
     assert 40_000 < length < 50_000
     text = said(found)
-    assert f"{length:,} of the model's 131,072 tokens" in text
+    assert f"{length:,} tokens (the model's own limit is 131,072)" in text
     assert "Length engine.max_model_len=131072 " in text
     assert any(f"engine.max_model_len={length}: reduced from" in note for note in found.plan.notes)
     full = found_of(composer, *base, "engine.max_model_len=131072")
