@@ -20,6 +20,7 @@ from engine.plan.planner import asked_of, plan_if_fits
 from engine.plan.policy import assign_resident
 from engine.sealed import GIB
 from harness.config.compose import Composer
+from harness.config.schema import RunConfig
 from reports.record.text import number
 
 SIZES_GB: Final = {
@@ -88,8 +89,9 @@ def spec_of(name: str) -> ModelSpec:
 
 
 @functools.cache
-def _composer() -> Composer:
-    return Composer()
+def _way(name: str) -> RunConfig:
+    """Return a configuration with a choice of conf/offload for experts."""
+    return Composer().plan(["+model=olmoe_1b_7b", f"offload={name}"]).points[0].config
 
 
 def _card(name: str, **changes: Any) -> GPUConfig:
@@ -191,7 +193,7 @@ def expert_rows(name: str) -> list[list[str]]:
     """Return the rows of a model with experts in their table, one a way."""
     spec, rows = spec_of(name), []
     for way in EXPERT_WAYS:
-        asked = _composer().plan([f"+model={name}", f"offload={way}"]).points[0].config
+        asked = _way(way)
         cells = [name, way]
         for size in EXPERT_SIZES_GB:
             gpu = _card(SIZES_GB[size], memory_gib=float(size))
