@@ -231,7 +231,7 @@ EXPERT_COPIERS = 32
 
 
 def expert_cache_bytes(num_experts: int, num_slots: int) -> int:
-    """Return the bytes that kernels.arguments.expert_cache takes for the same arguments.
+    """Return the bytes that kernels.expert_arguments.expert_cache takes for the same arguments.
 
     Args:
         num_experts: of a layer.
