@@ -293,7 +293,7 @@ def trace_reuse(file: str) -> float | None:
     Raises:
         ConfigError: as of read_trace.
     """
-    return reuse_share(_table(*_version(file)).ids)
+    return _reuse_share(*_version(file))
 
 
 def trace_hit_shares(file: str, num_sequences: int) -> tuple[float, ...]:
@@ -311,7 +311,12 @@ def _version(file: str) -> tuple[Path, int]:
     return path, path.stat().st_mtime_ns if path.is_file() else 0
 
 
-@lru_cache(maxsize=64)  # an answer may take many plans
+@lru_cache(maxsize=8)  # an answer may take many plans
+def _reuse_share(path: Path, changed_ns: int) -> float | None:
+    return reuse_share(_table(path, changed_ns).ids)
+
+
+@lru_cache(maxsize=64)
 def _hit_shares(path: Path, changed_ns: int, num_sequences: int) -> tuple[float, ...]:
     trace = _table(path, changed_ns)
     return hit_shares(trace.ids, trace.sizes.num_experts, num_sequences)

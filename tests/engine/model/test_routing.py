@@ -21,6 +21,8 @@ from engine.model.routing import (
     hit_shares,
     is_replaced,
     read_trace,
+    trace_hit_shares,
+    trace_reuse,
     write_trace,
 )
 
@@ -205,6 +207,17 @@ def test_a_trace_whose_bytes_changed_is_refused(tmp_path: Path) -> None:
         except ConfigError:
             continue
         np.testing.assert_array_equal(found.ids, ids())
+
+
+def test_a_trace_is_read_and_replayed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The many plans of an answer ask for the same."""
+    file = str(tmp_path / "trace.parquet")
+    write_trace(Path(file), RoutingTrace("a", SIZES, ids(20)))
+    reuse, shares = trace_reuse(file), trace_hit_shares(file, 2)
+    assert reuse is not None
+    for name in ("read_trace", "reuse_share", "hit_shares"):
+        monkeypatch.delattr(f"engine.model.routing.{name}")
+    assert (trace_reuse(file), trace_hit_shares(file, 2)) == (reuse, shares)
 
 
 def test_hit_shares_are_those_of_banks_that_keep_what_was_used_last() -> None:
