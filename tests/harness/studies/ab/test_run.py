@@ -111,7 +111,7 @@ def test_a_side_that_does_not_fit_is_a_result(tmp_path, capsys):
     assert sample["rows"] == []
     assert sample["a"]["first_run"]["latency/tpot_ms/mean"] == pytest.approx(5)
     assert sample["b"]["status"] == "no_fit"
-    assert "a: time per output token, mean" in capsys.readouterr().out
+    assert "a: TPOT mean (ms)" in capsys.readouterr().out
     assert record.valid is None
 
 
