@@ -250,8 +250,8 @@ class Scheduler:
 
     def _release_ended(self) -> None:
         """Give back the blocks of sequences that ended since the last plan."""
-        ended, self._ended = self._ended, []
-        for sequence, is_bad in ended:
+        while self._ended:
+            sequence, is_bad = self._ended.pop(0)
             self.groups.release(sequence, is_bad=is_bad)
 
     def plan_step(self) -> StepPlan | None:

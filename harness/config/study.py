@@ -99,7 +99,8 @@ class TiersScenario(Sealed):
     loads: int = number(100, **TOKENS)
     """Number of times that the prefix is loaded."""
     alone_steps: int = number(700, **TOKENS)
-    """Steps of these sequences that are timed without a load."""
+    """Least number of steps of these sequences that are timed without a load; as many lie before
+    each load."""
     beyond: list[float] = field(default_factory=lambda: [1.3, 3.0], metadata={"bounds": {"low": 1}})
     """Lengths of one sequence in multiples of the GPU's KV tokens; the longest possible sequence
     is measured for the last one."""

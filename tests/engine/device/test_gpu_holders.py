@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.device import gpu as gpus
 from engine.device.gpu import Gpu
 from engine.errors import CapacityError
 from engine.plan.planner import plan_memory
@@ -54,6 +55,14 @@ def test_other_processes_are_named_the_largest_first() -> None:
 def test_a_driver_that_does_not_answer_names_none() -> None:
     nvml = Nvml((1, GIB), fails=True)
     assert Gpu(nvml, "GPU-1").holders() == ()
+
+
+def test_a_driver_that_does_not_start_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(gpus, "_load_nvml", lambda: SimpleNamespace(nvmlInit=fail))
+    assert gpus.visible_gpus() == []
 
 
 def test_a_budget_above_what_is_free_says_who_holds_the_rest() -> None:
