@@ -15,8 +15,8 @@ from engine.errors import EngineError
 from engine.kv import memory as mover
 from engine.kv.memory import BlockMover
 from engine.kv.moves import MoveBatch, MoveLedger
-from engine.run import decoder
-from engine.run.decoder import PrefillStages
+from engine.run import stages
+from engine.run.stages import PrefillStages
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.many_streams import POLICIES, SimulatedStream, on_many_streams, simulate
@@ -208,13 +208,13 @@ def loads_told_too_early(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 def stages_not_waited_for(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Attention does not wait for the copies into its buffer."""
-    stream = llm._engine.executor._decoder.stages._stream  # type: ignore[union-attr]
+    stream = llm._engine.executor._decoder.stages._buffers.stream  # type: ignore[union-attr]
     monkeypatch.setattr(stream, "compute_after", lambda event: None)
 
 
 def one_stage(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The next piece goes where this one is still read."""
-    monkeypatch.setattr(decoder, "NUM_BUFFERS", 1)
+    monkeypatch.setattr(stages, "NUM_BUFFERS", 1)
 
 
 def a_stale_block(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -149,9 +149,10 @@ def test_a_build_that_fails_leaves_nothing_behind(
     folder = tiny.folder("gemma3", **SIZES)
     opened = count_buffers(monkeypatch)
     tiers(monkeypatch, 40, num_window=40, pinned=10, pageable=10)
-    for name in ("KVCache", "_warm_up", "EngineCore", "_load"):
+    steps = [(build, name) for name in ("KVCache", "_warm_up", "EngineCore")]
+    for owner, name in (*steps, (build._Loader, "_read")):
         with monkeypatch.context() as patch:
-            patch.setattr(build, name, _fail)
+            patch.setattr(owner, name, _fail)
             with pytest.raises(EngineError, match="tests say so"):
                 open_llm(folder, max_model_len=256, **FEW)
         assert not opened, name
