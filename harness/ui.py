@@ -55,7 +55,7 @@ def serve(store: str, home: Path, host: str, port: int, experiment: str) -> None
     """Run MLflow's server in this process; say the address of the experiment when it answers."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    gc.disable()  # importing MLflow takes most of the start; with collections a sixth longer
+    gc.disable()  # importing MLflow takes most of the start; collections find nothing in it
     import uvicorn  # noqa: PLC0415  comes with MLflow
     from mlflow import MlflowClient
     from mlflow.server.constants import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR
