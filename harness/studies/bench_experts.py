@@ -16,6 +16,7 @@ from harness.studies.table import (
     decode_of,
     known,
     lacks,
+    prompt_ratio,
     require,
     sample_of,
     step_ratio,
@@ -33,6 +34,8 @@ RATE_TARGETS: Final[Mapping[str, Mapping[int, float | None]]] = {
 """Least tokens a second, by point and batch; None: no target."""
 OVER_TARGETS: Final = {"in_place": 3.0, "prefetch": 30.0}
 """Least of the cached experts' tokens a second over those of another backend, batch 1."""
+PROMPT_TOKENS: Final = 2048
+"""Tokens of the prompts that are timed, one step each."""
 BARE_TARGETS: Final = {"gather": ("copies of experts alone", "in-place", 0.85)} | {
     "products": ("products of one token's experts alone", "copy", 0.65)
 }
@@ -58,6 +61,16 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
             what = f"{table.title(name)}, batch {batch}: tokens/s"
             value = partial(_tokens_s, name, batch)
             table.add(name, what, value, batch=batch, is_ratio=False, least=least)
+    for name in OVER_TARGETS:
+        words = name.replace("_", " ")
+        what = f"bf16 in 21.6 GiB, prompt of {PROMPT_TOKENS} tokens: time, {words} / cached"
+        value = partial(prompt_ratio, name, "cached", PROMPT_TOKENS)
+        table.add(f"{name} cached", what, value, prompt=PROMPT_TOKENS, least=1.0)
+    for name in ("cached", "lossless", "awq_cached"):
+        what = (
+            f"{table.title(name)}, prompt of {PROMPT_TOKENS} tokens: bytes / time / in-place rate"
+        )
+        table.add(name, what, partial(_prompt_share, name), prompt=PROMPT_TOKENS)
     what = "resident, batch 1: bytes of weights / step time / copy rate"
     table.add("resident", what, _read_share, batch=1, least=LEAST_READ)
     for name, (words, rate, least) in BARE_TARGETS.items():
@@ -86,6 +99,16 @@ def _read_share(found: Found) -> Value:
     rate = known(found["resident"].rate("hbm_copy"), "the copy rate of the card")
     text = f"{run['step_s'] * 1e3:.2f} ms ({read / 1e9:.2f} GB)"
     return text, read / run["step_s"] / 1e9 / rate
+
+
+def _prompt_share(name: str, found: Found) -> Value:
+    """Hold the experts that a prompt copied against what the link gives."""
+    steps, rate = sample_of(found, name, "steps"), found[name].rate("in_place")
+    key = str(PROMPT_TOKENS)
+    time_s = known(steps["chunk_s"][key], "the time of such a prompt")
+    copied = steps["chunk_expert_bytes"][key]
+    text = f"{time_s * 1e3:.1f} ms ({copied / 1e9:.2f} GB of experts)"
+    return text, copied / time_s / 1e9 / known(rate, "the in-place rate of the link")
 
 
 def _bare_share(name: str, found: Found) -> Value:

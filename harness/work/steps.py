@@ -31,6 +31,18 @@ NUM_COUNTED_TOKENS: Final = 256
 """Output tokens of a sequence that decodes beside the counter."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FirstTokens:
+    """What prompts needed until each had its first token; None: they are too long."""
+
+    seconds: float | None = None
+    """Median of the repeats."""
+    tokens: list[int] | None = None
+    """The token of each prompt."""
+    expert_bytes: float | None = None
+    """Bytes of experts that crossed the link, the mean of the repeats."""
+
+
 @dataclass
 class DecodeGaps:
     """Times between the ends of steps in which every sequence of a batch decodes.
@@ -117,8 +129,9 @@ def measure_steps(
     return {
         "decode": decodes,
         "prefill": prefills,
-        "chunk_s": {length: seconds for length, (seconds, _) in chunks.items()},
-        "chunk_tokens": {length: tokens for length, (_, tokens) in chunks.items()},
+        "chunk_s": {length: chunk.seconds for length, chunk in chunks.items()},
+        "chunk_tokens": {length: chunk.tokens for length, chunk in chunks.items()},
+        "chunk_expert_bytes": {length: chunk.expert_bytes for length, chunk in chunks.items()},
         "counter": count_link(sender, config, counter) if config.counter_s else None,
         "read_bytes": read_bytes(llm),
         "prompt_tokens": config.prompt_tokens,
@@ -227,25 +240,33 @@ def _prefill(sender: Sender, num: int, config: StepsScenario) -> Figures:
     if plan.kv_tokens < num * (length + plan.block_size):
         return {"no_room": "does not fit the KV cache"}
     expected = _predicted(sender.llm, lambda shape, rates: prefill_s(shape, rates, length, num))
-    return {"seconds": _first_tokens(sender, num, length)[0], "predicted_s": expected}
+    return {"seconds": _first_tokens(sender, num, length).seconds, "predicted_s": expected}
 
 
-def _chunk(sender: Sender, length: int) -> tuple[float | None, list[int] | None]:
-    """Time a step that prefills one prompt of this length; None: it is too long."""
+def _chunk(sender: Sender, length: int) -> FirstTokens:
+    """Time a step that prefills one prompt of this length."""
     if length >= sender.llm.max_model_len:
-        return None, None
+        return FirstTokens()
     return _first_tokens(sender, 1, length)
 
 
-def _first_tokens(sender: Sender, num: int, length: int) -> tuple[float, list[int]]:
-    """Time new prompts until each has its token, once more than is counted.
-
-    Return the median, and the token of each prompt.
-    """
+def _first_tokens(sender: Sender, num: int, length: int) -> FirstTokens:
+    """Time new prompts until each has its token, once more than is counted."""
     repeats = [sender.prompts(num, length, f"prefill-{k}") for k in range(REPEATS + 1)]
-    ran = [sender.answers(prompts, 1) for prompts in repeats]
-    tokens = [token for _, answers in ran for answer in answers for token in answer]
-    return median([seconds for seconds, _ in ran[1:]]), tokens
+    ran = [sender.answers(repeats[0], 1)]
+    before = _expert_bytes(sender.llm)
+    ran += [sender.answers(prompts, 1) for prompts in repeats[1:]]
+    copied = _expert_bytes(sender.llm) - before
+    return FirstTokens(
+        seconds=median([seconds for seconds, _ in ran[1:]]),
+        tokens=[token for _, answers in ran for answer in answers for token in answer],
+        expert_bytes=copied / REPEATS,
+    )
+
+
+def _expert_bytes(llm: Any) -> int:
+    """Return the bytes of experts that have crossed the link since the engine was built."""
+    return sum((llm.stats().get("experts") or {"bytes": ()})["bytes"])
 
 
 def count_link(sender: Sender, config: StepsScenario, counter: LinkCounter | None) -> Figures:

@@ -38,6 +38,23 @@ def test_cached_experts_over_other_backends(other, least):
         assert (row.share, row.is_met) == (pytest.approx(ratio), is_met)
 
 
+def prompted(title, time_s, copied=None):
+    point = case(title, chunks={"2048": time_s})
+    point.record.samples["steps"]["chunk_expert_bytes"] = {"2048": copied}
+    return point
+
+
+def test_prompts_over_other_backends_and_against_the_link():
+    for time_s, is_met in ((1.1, True), (0.9, False)):
+        found = rows(
+            {"prefetch": prompted("other", time_s), "cached": prompted("ours", 1.0, 17.5e9)}
+        )
+        row = found["bf16 in 21.6 GiB, prompt of 2048 tokens: time, prefetch / cached"]
+        assert (row.share, row.is_met) == (pytest.approx(time_s), is_met)
+        row = found["ours, prompt of 2048 tokens: bytes / time / in-place rate"]
+        assert (row.figure, row.share) == ("1000.0 ms (17.50 GB of experts)", pytest.approx(0.5))
+
+
 @pytest.mark.parametrize(
     ("point", "least"), [("cached", 60), ("lossless", 90), ("awq", 250), ("awq_cached", 180)]
 )

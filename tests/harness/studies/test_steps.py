@@ -12,7 +12,7 @@ from harness.work import steps
 from harness.work.steps import Sender, decode, measure_steps
 from tests.harness.fakes import EXPERT_COUNTS
 from tests.harness.studies.kv_engine import Clock
-from tests.tiny import open_llm
+from tests.tiny import hf_model, open_llm, save
 
 
 class ScriptedLLM:
@@ -169,9 +169,27 @@ def test_every_part_of_an_engine_on_a_cpu(glass_model_dir):
     assert found["uva"]["chunk_tokens"]["1000"] is None
     assert found["uva"]["chunk_s"]["8"] > 0
     assert found["uva"]["chunk_s"]["1000"] is None
+    assert found["uva"]["chunk_expert_bytes"] == {"1": 0, "8": 0, "1000": None}
     assert found["uva"]["counter"]["engine_gb_s"] > found["resident"]["counter"]["engine_gb_s"] == 0
     assert found["uva"]["counter"]["nvml_gb_s"] is None
     assert found["resident"]["read_bytes"] == 4 * 852_608  # float32, the table is tied
+
+
+@pytest.mark.thorough
+def test_experts_that_a_prompt_copied(tmp_path):
+    folder = save(hf_model("qwen3_moe"), tmp_path / "model")
+    llm = open_llm(folder, offload_backend="experts", expert_slots=2)
+    found = measure_steps(llm, StepsScenario(batches=[], chunks=[16]), clock=perf_counter)
+    counted = llm.stats()["experts"]
+    llm.close()
+    by_expert = [
+        size / misses for size, misses in zip(counted["bytes"], counted["misses"], strict=True)
+    ]
+    assert len(set(by_expert)) == 1
+    # Of all prompts but the first, a whole number of experts; six ran.
+    num = found["chunk_expert_bytes"]["16"] * steps.REPEATS / by_expert[0]
+    assert num == pytest.approx(round(num))
+    assert 0 < num < sum(counted["misses"])
 
 
 @pytest.mark.gpu
