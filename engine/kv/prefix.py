@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sys import byteorder
 from typing import Literal
 
-from engine.plan.sizes import ReadRates, SwapRates
+from engine.plan.sizes import NO_COSTS, SwapRates, TierCosts
 
 DIGEST_BYTES = 32
 """Length of a key; long enough that two contents with one key need not be considered."""
@@ -71,21 +71,15 @@ class KeyChain:
 
 @dataclass(frozen=True, kw_only=True)
 class KVPolicy:
-    """What the scheduler is told about content of blocks."""
+    """What the scheduler is told about content of blocks, and what moving it costs."""
 
     identity: tuple[str, ...] = ()
     """What the values in a block depend on beside tokens, as `root_key` takes it."""
     prefix_caching: bool = False
     """Whether sequences find what others computed; if not, a sequence finds its own alone."""
-    swap_rates: SwapRates | None = None
-    """What the plan expects of the link; None: a preempted sequence's blocks are moved if there is
-    a host tier."""
     is_routed: bool = False
     """Whether experts are those of a table, in which a sequence's place is a salt of its blocks."""
-    recompute_token_s: float = 0.0
-    """What the plan expects a token to take that is computed again, seconds."""
-    read_rates: ReadRates | None = None
-    """What the plan expects decodes over both tiers to cost; None: host blocks cost nothing."""
+    costs: TierCosts = NO_COSTS
 
 
 def swap_or_recompute(

@@ -24,7 +24,7 @@ from engine.kv.prefix import (
 )
 from engine.model.routing import first_row
 from engine.plan.memory import MemoryPlan
-from engine.plan.sizes import NO_LIMIT, num_held
+from engine.plan.sizes import NO_COSTS, NO_LIMIT, num_held
 
 GONE = -1
 AHEAD_PARTS = 8
@@ -100,7 +100,6 @@ class BlockGroups:
         cls, plan: MemoryPlan, identity: tuple[str, ...] = (), *, is_routed: bool = False
     ) -> "BlockGroups":
         """Return the groups of a plan; `identity` and `is_routed` are as `KVPolicy` has them."""
-        host = plan.host_kv
         pools = [
             TieredBlockPool(
                 group.num_gpu_blocks,
@@ -115,10 +114,8 @@ class BlockGroups:
         policy = KVPolicy(
             identity=identity,
             prefix_caching=plan.prefix_caching,
-            swap_rates=None if host is None else host.swap_rates,
             is_routed=is_routed,
-            recompute_token_s=0.0 if host is None else host.recompute_token_s,
-            read_rates=None if host is None else host.read_rates,
+            costs=NO_COSTS if plan.host_kv is None else plan.host_kv.costs,
         )
         return cls(pools, plan.max_num_batched_tokens, policy)
 
@@ -460,17 +457,17 @@ class BlockGroups:
 
     def would_swap(self, sequence: Sequence) -> bool:
         """Return whether a sequence's content would go to the host tier if it were preempted."""
-        full, rates = sequence.num_computed // self.block_size, self.policy.swap_rates
+        full, costs = sequence.num_computed // self.block_size, self.policy.costs
         if not full or not self.has_host:
             return False
-        if rates is None:
+        if costs.swap_rates is None:
             return True
         store_bytes = load_bytes = 0
         for pool, table, gone in self._parts(sequence):
             store_bytes += pool.num_lacking(table[gone:full]) * pool.block_bytes
             load_bytes += (full - gone) * pool.block_bytes
-        recompute_s = full * self.block_size * self.policy.recompute_token_s
-        return swap_or_recompute(store_bytes, load_bytes, rates, recompute_s) == "swap"
+        recompute_s = full * self.block_size * costs.recompute_token_s
+        return swap_or_recompute(store_bytes, load_bytes, costs.swap_rates, recompute_s) == "swap"
 
     def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
         """Take all blocks of a sequence away; return how it goes on later.

@@ -32,7 +32,7 @@ from engine.plan.policy import (
 )
 from engine.plan.rates import Rates
 from engine.plan.resolve import resolve_max_model_len
-from engine.plan.times import CONTEXT_TOKENS, Shape, decode_step_s, shape_of
+from engine.plan.times import Shape, decode_step_s, shape_of
 from engine.plan.units import PREFETCH, RESIDENT
 from engine.plan.weight_format import in_codes
 from engine.sealed import GIB
@@ -324,10 +324,10 @@ def off_gpu_bytes(plan: MemoryPlan) -> int:
     return sum(placed.values()) - placed[RESIDENT.name]
 
 
-def step_s(plan: MemoryPlan, asked: Asked) -> float:
+def short_step_s(plan: MemoryPlan, asked: Asked) -> float:
     """Return the predicted seconds of a decode step of one short sequence."""
-    shape, context = shape_of(plan, asked.spec), min(CONTEXT_TOKENS, plan.max_model_len)
-    return decode_step_s(shape, asked.rates, 1, context)
+    shape = shape_of(plan, asked.spec)
+    return decode_step_s(shape, asked.rates, 1, shape.context_tokens)
 
 
 def with_offload(asked: Asked, offload: OffloadConfig) -> Asked:
@@ -364,11 +364,11 @@ def _offload_room(plan: MemoryPlan, asked: Asked) -> str:
     )
 
 
-def _slots(plan: MemoryPlan, asked: Asked, rates: Rates) -> str:
+def _slots(plan: MemoryPlan, asked: Asked) -> str:
     """Slots of prefetch beyond those that make a step shorter."""
     if not plan.units_of(PREFETCH) or plan.num_slots <= 2 or asked.config.planner.choose:
         return ""
-    shape = shape_of(plan, asked.spec)
+    shape, rates = shape_of(plan, asked.spec), asked.rates
     most = [(1 + SAME_TIME) * seconds for seconds in _steps_s(shape, rates)]
     enough = next(
         slots
@@ -391,7 +391,7 @@ def _with_slots(shape: Shape, count: int) -> Shape:
 
 def _steps_s(shape: Shape, rates: Rates) -> list[float]:
     """A decode step of one sequence, and of as many as have room."""
-    context = min(CONTEXT_TOKENS, shape.plan.max_model_len)
+    context = shape.context_tokens
     batches = (1, shape.concurrency(context))
     return [decode_step_s(shape, rates, batch, context) for batch in batches]
 
@@ -449,11 +449,11 @@ def _pin_limit(plan: MemoryPlan, asked: Asked) -> str:
     return f"kv.pin_limit_gib={limit:g} caps nothing: the host tier has {size / GIB:.2f} GiB."
 
 
-def waste_notes(plan: MemoryPlan, asked: Asked, rates: Rates) -> list[str]:
+def waste_notes(plan: MemoryPlan, asked: Asked) -> list[str]:
     """Return what takes memory that nothing uses: offload room, slots, sequences, budget."""
     checks = (
         _offload_room(plan, asked),
-        _slots(plan, asked, rates),
+        _slots(plan, asked),
         _sequences(plan),
         _budget(plan),
         _host_tier(plan, asked),

@@ -25,7 +25,6 @@ from engine.plan.memory import (
 )
 from engine.plan.policy import Assignment, assign_cached, assign_resident, spread_layers
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
-from engine.plan.rates import Rates
 from engine.plan.sizes import captured_bytes
 from engine.plan.times import CONTEXT_TOKENS, Shape, decode_step_s, shape_of, step_s
 from engine.plan.units import CACHED, ON_DEMAND, PREFETCH, UVA, Residence
@@ -46,7 +45,6 @@ class Candidate:
     label: str
     asked: Asked
     assignment: Assignment
-    rates: Rates
     context_tokens: int
     """Length of the sequence whose decode step counts."""
 
@@ -68,13 +66,13 @@ class Candidate:
     @cached_property
     def decode_s(self) -> float:
         """The time of a decode step at batch 1."""
-        return decode_step_s(self.shape, self.rates, 1, self.context_tokens)
+        return decode_step_s(self.shape, self.asked.rates, 1, self.context_tokens)
 
     @cached_property
     def queue_s(self) -> float:
         """The time of a queue of requests."""
         prompt, output = queue_of(self.plan.max_model_len)
-        return queue_s(self.shape, self.rates, QUEUE_REQUESTS, prompt, output)
+        return queue_s(self.shape, self.asked.rates, QUEUE_REQUESTS, prompt, output)
 
     @cached_property
     def waves_s(self) -> float:
@@ -82,8 +80,8 @@ class Candidate:
         prompt, output = queue_of(self.plan.max_model_len)
         batch = min(QUEUE_REQUESTS, self.shape.concurrency(prompt + output / 2))
         part = min(batch * prompt, self.plan.max_num_batched_tokens)
-        first_s = step_s(self.shape, self.rates, prefill=part, rows=max(1, part // prompt))
-        then_s = decode_step_s(self.shape, self.rates, batch, prompt + output / 2)
+        first_s = step_s(self.shape, self.asked.rates, prefill=part, rows=max(1, part // prompt))
+        then_s = decode_step_s(self.shape, self.asked.rates, batch, prompt + output / 2)
         wave_s = batch * prompt / part * first_s + (output - 1) * then_s
         return QUEUE_REQUESTS / batch * wave_s
 
@@ -151,7 +149,6 @@ class Chooser:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._rates = asked.rates
         self._layers = asked.spec.num_hidden_layers
         self._objective = asked.config.planner.objective
         self._tensors: list[dict[str, int]] = [
@@ -261,7 +258,7 @@ class Chooser:
         return {
             "objective": self._objective,
             "chosen": found.label,
-            "why": f"with what is in codes best there (predicted; {self._rates.source})",
+            "why": f"with what is in codes best there (predicted; {self._asked.rates.source})",
             "candidates": [found.row()],
         }
 
@@ -269,7 +266,7 @@ class Chooser:
         context = self._asked.max_model_len
         if self._objective != "context":
             context = min(CONTEXT_TOKENS, context)
-        return Candidate(label, self._asked, assignment, self._rates, context)
+        return Candidate(label, self._asked, assignment, context)
 
     def _in_order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return them, the best first; of a queue those that may be are looked at closely."""
@@ -300,7 +297,7 @@ class Chooser:
         return {
             "objective": objective,
             "chosen": fitting[0].label,
-            "why": f"{why} (predicted; {self._rates.source})",
+            "why": f"{why} (predicted; {self._asked.rates.source})",
             "candidates": [candidate.row() for candidate in fitting[: is_listed * NUM_LISTED]],
         }
 

@@ -1,5 +1,6 @@
 """What lies where, layer by layer, as times count it: bytes by residence, and what is restored."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -41,18 +42,11 @@ class Packed:
 
     def __add__(self, other: "Packed") -> "Packed":
         """Return both together."""
-        return Packed(
-            self.stored + other.stored,
-            self.plain + other.plain,
-            self.quantised + other.quantised,
-            self.quantised_plain + other.quantised_plain,
-            self.quantised_work + other.quantised_work,
-        )
+        return Packed(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def share(self, part: float) -> "Packed":
         """Return a share of them."""
-        sizes = (self.stored, self.plain, self.quantised, self.quantised_plain)
-        return Packed(*(round(part * size) for size in (*sizes, self.quantised_work)))
+        return Packed(*(round(part * size) for size in vars(self).values()))
 
     @classmethod
     def among(cls, tensors: Iterable[TensorSpec], formats: TensorFormats) -> "Packed":

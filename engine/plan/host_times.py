@@ -8,7 +8,7 @@ from engine.model.spec import ModelSpec
 from engine.plan.long import predict_long
 from engine.plan.memory import MemoryPlan
 from engine.plan.rates import Rates
-from engine.plan.sizes import CopyAhead, HostKVPlan, ReadRates, SwapRates
+from engine.plan.sizes import CopyAhead, HostKVPlan, ReadRates, SwapRates, TierCosts
 from engine.plan.times import (
     PREFILL_TOKENS,
     FarKeys,
@@ -50,10 +50,14 @@ def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
     read_gb_s = rates.in_place_gb_s if copies is None else rates.rows_gb_s
     return replace(
         host,
-        swap_rates=SwapRates(store_bytes_s=rate(rates.d2h_gb_s), load_bytes_s=rate(rates.h2d_gb_s)),
-        recompute_token_s=seconds / tokens,
-        read_rates=ReadRates(
-            step_s=decode_step_s(shape, rates, 1, room), read_bytes_s=read_gb_s * 1e9
+        costs=TierCosts(
+            swap_rates=SwapRates(
+                store_bytes_s=rate(rates.d2h_gb_s), load_bytes_s=rate(rates.h2d_gb_s)
+            ),
+            recompute_token_s=seconds / tokens,
+            read_rates=ReadRates(
+                step_s=decode_step_s(shape, rates, 1, room), read_bytes_s=read_gb_s * 1e9
+            ),
         ),
         copy_ahead=copies,
     )
@@ -66,19 +70,20 @@ def predict_host_kv(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str
     step, read in place or copied ahead.
     """
     host = plan.host_kv
-    if host is None or host.swap_rates is None:
+    if host is None or host.costs.swap_rates is None:
         return None
     shape, length, first = shape_of(plan, spec), plan.max_model_len, plan.kv.groups[0]
     far = shape.beyond_gpu(min(length, first.window or length))
     host_bytes = int(far * shape.kv_layer_bytes * len(first.layers))
     prefix, copies = min(PREFIX_TOKENS, length), host.copy_ahead
+    moved_bytes_s = host.costs.swap_rates.load_bytes_s
     return {
         "context_tokens": length,
         "decode_step_ms": decode_step_s(shape, rates, 1, length) * 1e3,
         "host_bytes": host_bytes,
         "is_copied": copies is not None and host_bytes >= max(1, copies.step_bytes),
         "prefix_tokens": prefix,
-        "prefix_load_ms": plan.kv.sequence_bytes(prefix) / host.swap_rates.load_bytes_s * 1e3,
+        "prefix_load_ms": plan.kv.sequence_bytes(prefix) / moved_bytes_s * 1e3,
         "prefix_compute_ms": prefill_s(shape, rates, prefix) * 1e3,
         "together": predict_long(plan),
     }

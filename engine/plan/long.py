@@ -4,7 +4,7 @@ import math
 from typing import Any, Final
 
 from engine.plan.memory import MemoryPlan
-from engine.plan.sizes import ReadRates, SwapRates
+from engine.plan.sizes import ReadRates, TierCosts
 
 MOVE_SHARE: Final = 0.02
 """Share of a turn that moving blocks for it may take, where MOST_TURN and MOST_TURN_S allow."""
@@ -27,20 +27,17 @@ def read_step_s(rates: ReadRates | None, read_bytes: float) -> float:
     return rates.step_s + max(0.0, read_bytes) / rates.read_bytes_s
 
 
-def turn_of(
-    rates: ReadRates | None, moves: SwapRates | None, read_bytes: float, moved_bytes: float
-) -> tuple[float, int]:
+def turn_of(costs: TierCosts, read_bytes: float, moved_bytes: float) -> tuple[float, int]:
     """Return the time of a token in a turn, its moves shared out, and the tokens of the turn.
 
     Args:
-        rates: What decodes cost.
-        moves: What moving blocks costs.
+        costs: Of the host tier.
         read_bytes: What each step of it reads of the host tier.
         moved_bytes: What is moved to the GPU before it.
     """
-    step_s, move_s = read_step_s(rates, read_bytes), 0.0
-    if moves is not None:
-        move_s = moved_bytes / moves.load_bytes_s
+    step_s, move_s = read_step_s(costs.read_rates, read_bytes), 0.0
+    if costs.swap_rates is not None:
+        move_s = moved_bytes / costs.swap_rates.load_bytes_s
     tokens = LEAST_TURN
     if step_s:
         most = min(MOST_TURN, int(MOST_TURN_S / step_s))
@@ -64,14 +61,14 @@ def predict_long(plan: MemoryPlan) -> list[dict[str, Any]] | None:
     sequence decodes; beside short ones it is 1 / LONG_SHARE times that.
     """
     host, kv = plan.host_kv, plan.kv
-    if host is None or host.read_rates is None or not kv.groups[0].in_place:
+    if host is None or host.costs.read_rates is None or not kv.groups[0].in_place:
         return None
-    size, rates, moves = plan.block_bytes, host.read_rates, host.swap_rates
+    size, rates = plan.block_bytes, host.costs.read_rates
     need, room = kv.blocks(plan.max_model_len)[0] * size, plan.num_gpu_blocks * size
     rows = []
     for count in _counts(int(plan.max_concurrency)):
         together_s = read_step_s(rates, count * need - room)
-        token_s, tokens = turn_of(rates, moves, need - room, room)
+        token_s, tokens = turn_of(host.costs, need - room, room)
         in_turns = count > 1 and token_s < together_s / count
         read = need - room if in_turns else count * need - room
         rows.append(

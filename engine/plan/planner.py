@@ -20,8 +20,8 @@ from engine.plan.advise import (
     choose_fields,
     gib,
     lossless_resident,
+    short_step_s,
     spread_that_fits,
-    step_s,
     waste_notes,
     with_default_length,
     with_least_swap_space,
@@ -42,7 +42,6 @@ from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
 from engine.plan.rates import Rates
 from engine.plan.resolve import resolve_dtype, resolve_max_model_len
 from engine.plan.times import (
-    CONTEXT_TOKENS,
     PREFILL_TOKENS,
     decode_step_s,
     load_s,
@@ -67,7 +66,7 @@ from engine.sealed import GIB
 def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
     """Return the predicted times of a plan as plain data, with the rates that they follow from."""
     shape = shape_of(plan, spec)
-    context = min(CONTEXT_TOKENS, plan.max_model_len)
+    context = shape.context_tokens
     full = shape.concurrency(context)
     one_s, full_s = (decode_step_s(shape, rates, batch, context) for batch in (1, full))
     prefill = min(PREFILL_TOKENS, plan.max_model_len)
@@ -131,10 +130,7 @@ def plan_memory(
     with _explained(explain=explain):
         if tensor_formats is None:
             [plan] = _plans(
-                *(config, spec, facts, 1),
-                reference=reference,
-                unpackable=unpackable,
-                is_listed=explain,
+                config, spec, facts, 1, unpackable, reference=reference, is_listed=explain
             )
             return plan
         asked, notes = _ask(config, spec, facts, tensor_formats, reference=reference)
@@ -206,7 +202,7 @@ def plan_candidates(
         CapacityError: Nothing fits; the message says what would.
     """
     with _explained():
-        return _plans(config, spec, facts, count, reference=False, unpackable=unpackable)
+        return _plans(config, spec, facts, count, unpackable, reference=False)
 
 
 def _plans(
@@ -214,9 +210,9 @@ def _plans(
     spec: ModelSpec,
     facts: DeviceFacts,
     count: int,
+    unpackable: Mapping[str, str],
     *,
     reference: bool,
-    unpackable: Mapping[str, str],
     is_listed: bool = True,
 ) -> list[MemoryPlan]:
     """Plan in each weight format that is asked for, and keep the better one's best `count`."""
@@ -302,7 +298,7 @@ def _mixed_as_chosen(
     label, mix, assignment = min(found, key=lambda item: chooser.mixed_s(*item[1:]))
     choice = chooser.mixed_record(label, mix, assignment)
     plan = build_plan(mix, assignment)
-    notes = dict.fromkeys((*plan.notes, *waste_notes(plan, mix, mix.rates)))
+    notes = dict.fromkeys((*plan.notes, *waste_notes(plan, mix)))
     return replace(plan, choice=choice, notes=tuple(notes)), mix
 
 
@@ -412,13 +408,13 @@ def _finished(plan: MemoryPlan, asked: Asked, notes: list[str]) -> MemoryPlan:
     predicted = predict(plan, asked.spec, rates) | {
         "host_kv": predict_host_kv(plan, asked.spec, rates)
     }
-    if orders := _orders(asked, plan, rates):
+    if orders := _orders(asked, plan):
         predicted |= {"orders": orders}
     longest = _longest_tokens(asked, plan)
     return replace(plan, notes=(*plan.notes, *notes), predicted=predicted, longest_tokens=longest)
 
 
-def _orders(asked: Asked, plan: MemoryPlan, rates: Rates) -> dict[str, Any]:
+def _orders(asked: Asked, plan: MemoryPlan) -> dict[str, Any]:
     """Return what reading in place costs where layers are taken in order, and experts first.
 
     Empty unless cpu_offload_gb takes tensors of a model with experts in either order.
@@ -434,10 +430,9 @@ def _orders(asked: Asked, plan: MemoryPlan, rates: Rates) -> dict[str, Any]:
             offload = replace(config.offload, uva=replace(uva, experts_first=is_first))
             each = build_plan(asked, assign(asked.spec, offload, asked.formats))
         assert each.experts is not None
-        context = min(CONTEXT_TOKENS, each.max_model_len)
         found[name] = {
             "bytes_per_step": each.bytes_per_step() + each.experts.bytes_per_step(),
-            "decode_step_ms": decode_step_s(shape_of(each, asked.spec), rates, 1, context) * 1e3,
+            "decode_step_ms": short_step_s(each, asked) * 1e3,
         }
     return found
 
@@ -461,7 +456,7 @@ def _longest_tokens(asked: Asked, plan: MemoryPlan) -> int:
 
 
 def _plan(asked: Asked, *, is_listed: bool = True) -> MemoryPlan:
-    config, spec, rates = asked.config, asked.spec, asked.rates
+    config, spec = asked.config, asked.spec
     if asked.reference:
         return _fit(asked, assign_layers_on_demand(spec))
     backend = config.offload.backend
@@ -474,9 +469,9 @@ def _plan(asked: Asked, *, is_listed: bool = True) -> MemoryPlan:
     else:
         plan = _fit(asked, assignment)
     is_asked = backend in {"uva", "prefetch"}
-    needless = _not_needed(asked, plan, rates) if is_asked else []
+    needless = _not_needed(asked, plan) if is_asked else []
     in_codes = _not_needed_in_codes(asked, plan) if is_asked else []
-    notes = needless or [*in_codes, *waste_notes(plan, asked, rates)]
+    notes = needless or [*in_codes, *waste_notes(plan, asked)]
     return replace(plan, notes=(*plan.notes, *notes))
 
 
@@ -484,12 +479,12 @@ _SMALL = 0.01
 """Share of a step below which a predicted difference is none."""
 
 
-def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
+def _not_needed(asked: Asked, plan: MemoryPlan) -> list[str]:
     """Say what an offload costs where everything would fit the GPU."""
     resident = build_plan(asked, assign_resident(asked.spec))
     if not plan_fits(resident):
         return []
-    shapes = [shape_of(item, asked.spec) for item in (plan, resident)]
+    rates, shapes = asked.rates, [shape_of(item, asked.spec) for item in (plan, resident)]
     with_ms, without_ms = (decode_step_s(shape, rates, 1, 0) * 1e3 for shape in shapes)
     moved = plan.bytes_per_step()
     is_hidden = with_ms < (1 + _SMALL) * without_ms
@@ -513,7 +508,7 @@ def _not_needed(asked: Asked, plan: MemoryPlan, rates: Rates) -> list[str]:
 def _not_needed_in_codes(asked: Asked, plan: MemoryPlan) -> list[str]:
     """Say what an offload costs where lossless weights fit without it and are faster."""
     coded = lossless_resident(asked)
-    times_ms = [step_s(each, asked) * 1e3 for each in (plan, coded) if each is not None]
+    times_ms = [short_step_s(each, asked) * 1e3 for each in (plan, coded) if each is not None]
     if coded is None or times_ms[0] < WORTH * times_ms[1]:
         return []
     with_ms, without_ms = times_ms

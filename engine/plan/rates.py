@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 from engine.asked.config import ANY_CARD, GPUConfig
 from engine.plan.cards import CARDS, UNKNOWN_CARD, DeviceFacts, Sheet
@@ -11,28 +12,29 @@ from kernels.sizes import MAX_SMALL_TOKENS
 
 LINK_SHARE: Final = 0.86
 """Copy rate from pinned memory over the sheet's link rate: 54.8 (H100) and 55.5 (H200) of 64."""
-IN_PLACE_SHARE: Final = 0.92
-"""In-place reads by kernels over the copy rate: 50.7 of 54.8 (H100), 51 of 55.5 (H200)."""
-IN_PLACE_MANY_SHARE: Final = 0.81
-"""Products of 128 rows whose weight is in host memory over the copy rate: 74.0 ms where products of
-few rows took 65.3 at 50.7 GB/s, copies carry 55.1 (H200)."""
+COPY_SHARES: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "d2h_gb_s": 1.0,
+        # 50.7 of 54.8 (H100), 51 of 55.5 (H200).
+        "in_place_gb_s": 0.92,
+        # 74.0 ms where products of few rows took 65.3 at 50.7 GB/s, copies carry 55.1 (H200).
+        "in_place_many_gb_s": 0.81,
+        # 49 to 51 of 54.9 GB/s for blocks of 256 KiB to 8 MiB (H200).
+        "blocks_gb_s": 0.90,
+        # 512 rows of 64 KiB at 55.0 of 55.3 GB/s (H200).
+        "rows_gb_s": 0.995,
+    }
+)
+"""Rates of the link over the copy rate from pinned memory, by their names in Rates."""
 STAGE_GAIN: Final = 1.15
 """What reading weights in place must take of the time of copying them to be worse: less is no
 reason to copy, as copies take slots and leave nothing in place."""
-BLOCKS_SHARE: Final = 0.90
-"""Kernels that copy blocks over the copy rate: 49 to 51 of 54.9 GB/s for blocks of 256 KiB to 8 MiB
-(H200)."""
 BLOCK_OVERHEAD_S: Final = 3.7e-6
 """DMA copy of a block beside its bytes: 2 MiB at 50 of 54.9 GB/s, 8 MiB at 54 (H200). Both ways at
 once DMA carries more: 97 against 61 GB/s for blocks of 8 MiB."""
-ROWS_SHARE: Final = 0.995
-"""Copies of rows that lie apart, as one layer of neighbouring host blocks, over the copy rate: 512
-rows of 64 KiB at 55.0 of 55.3 GB/s (H200)."""
 ROWS_OVERHEAD_S: Final = 3e-6
-"""One of them in a row of many beside its bytes: 8, 16 and 32 rows of 64 KiB at 41.7, 48.3 and 51.6
-of 55.3 GB/s (H200)."""
-TWO_WAY_SHARE: Final = 1.82
-"""Both directions at once, in sum, over the copy rate: 100.8 of 55.5 (H200)."""
+"""Copy of one of many rows that lie apart, beside its bytes: 8, 16 and 32 rows of 64 KiB at 41.7,
+48.3 and 51.6 of 55.3 GB/s (H200)."""
 HBM_SHARE: Final = 0.86
 """Device copy (read and write) over the sheet's: 2850 of 3350 (H100), 4257 of 4800 (H200)."""
 MATRIX_SHARE: Final = 0.60
@@ -41,8 +43,6 @@ FLOAT32_SHARE: Final = 0.07
 """float32 without TF32 over bf16: 67 of 989 on the sheet of the H100."""
 PAGEABLE_GB_S: Final = 8.9
 """Copies from pageable memory (H200)."""
-HOST_READ_GB_S: Final = 102.0
-"""Host memory read by 16 threads (H200 machine)."""
 FILE_READ_GB_S: Final = 5.0
 """Checkpoint files from the page cache; assumed."""
 PIN_GB_S: Final = 4.0
@@ -60,12 +60,15 @@ they bound took 0.82 to 1.16 ms a layer (qwen3_4b, 36 layers, six runs on one ho
 EAGER_LAYER_LAUNCHES: Final = 100
 """Their time over one launch of torch's addition, as a probe times it: 84 to 123 in those runs,
 where the latter took 7.1 to 10.5 us."""
-LOSSLESS_SHARE: Final = 0.90
-"""Products of one token, bytes of codes read over the copy rate of HBM: a layer of OLMo-2-7B in
-80.0 us, 95.7 in bf16 (H200, products of OLMo-2-7B, as the next two)."""
-RESTORE_SHARE: Final = 0.52
-"""Restoring whole matrices, bytes of bf16 written over the copy rate of HBM: 2.18 TB/s; of each
-weight 1.5 bytes are read and 2 written."""
+HBM_COPY_SHARES: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        # A layer of OLMo-2-7B in 80.0 us, 95.7 in bf16 (H200).
+        "lossless_gb_s": 0.90,
+        # 2.18 TB/s (H200); of each weight 1.5 bytes are read and 2 written.
+        "restore_gb_s": 0.52,
+    }
+)
+"""Rates of weights in codes over the copy rate of HBM, by their names in Rates."""
 IN_PLACE_TILE_ROWS: Final = 256
 """Rows after which a product reads a weight in host memory again (vLLM's prefill of 2048 tokens,
 docs/performance.md: 1.41 s with uva, 0.177 with prefetch)."""
@@ -78,8 +81,6 @@ class Rates:
     h2d_gb_s: float
     """Copies from pinned host memory."""
     d2h_gb_s: float
-    two_way_gb_s: float
-    """Both directions at once, in sum."""
     in_place_gb_s: float
     """Kernels that read pinned host memory."""
     in_place_many_gb_s: float
@@ -99,7 +100,6 @@ class Rates:
     """Codes read by products of one token."""
     restore_gb_s: float
     """bfloat16 weights written where matrices are restored whole."""
-    host_read_gb_s: float
     file_read_gb_s: float
     pin_gb_s: float
     copy_overhead_s: float = COPY_OVERHEAD_S
@@ -131,42 +131,32 @@ class Rates:
         if hbm := probe.get("hbm_copy_gb_s"):
             found["hbm_gb_s"] = hbm
             if not self.is_cpu:
-                found.setdefault("lossless_gb_s", hbm * LOSSLESS_SHARE)
-                found.setdefault("restore_gb_s", hbm * RESTORE_SHARE)
+                found = _shares(hbm, HBM_COPY_SHARES) | found
         if launch_us := probe.get("launch_us"):
             found["eager_layer_overhead_s"] = EAGER_LAYER_LAUNCHES * launch_us * 1e-6
-        h2d = found.get("h2d_gb_s")
-        if h2d:
-            found.setdefault("d2h_gb_s", h2d)
-            found.setdefault("two_way_gb_s", h2d * TWO_WAY_SHARE)
-            found.setdefault("in_place_gb_s", h2d * IN_PLACE_SHARE)
-            found.setdefault("in_place_many_gb_s", h2d * IN_PLACE_MANY_SHARE)
-            found.setdefault("blocks_gb_s", h2d * BLOCKS_SHARE)
-            found.setdefault("rows_gb_s", h2d * ROWS_SHARE)
+        if h2d := found.get("h2d_gb_s"):
+            found = _shares(h2d, COPY_SHARES) | found
         source = f"probe of this machine; the rest: {self.source}"
         if "sequence_overhead_s" in probe:  # of a CPU, where nothing but times of files is assumed
             source = "probe of this CPU, whose memory stands in for a GPU"
         return Rates(**{**asdict(self), **found, "source": source})
 
 
+def _shares(copy_gb_s: float, shares: Mapping[str, float]) -> dict[str, Any]:
+    return {name: copy_gb_s * share for name, share in shares.items()}
+
+
 def sheet_rates(sheet: Sheet, source: str) -> Rates:
     """Return what a card of that sheet can be expected to reach."""
-    link = sheet.link_gb_s * LINK_SHARE
+    link, hbm = sheet.link_gb_s * LINK_SHARE, sheet.hbm_gb_s * HBM_SHARE
     return Rates(
+        **_shares(link, COPY_SHARES),
+        **_shares(hbm, HBM_COPY_SHARES),
         h2d_gb_s=link,
-        d2h_gb_s=link,
-        two_way_gb_s=link * TWO_WAY_SHARE,
-        in_place_gb_s=link * IN_PLACE_SHARE,
-        in_place_many_gb_s=link * IN_PLACE_MANY_SHARE,
-        blocks_gb_s=link * BLOCKS_SHARE,
-        rows_gb_s=link * ROWS_SHARE,
         pageable_gb_s=min(link, PAGEABLE_GB_S),
-        hbm_gb_s=sheet.hbm_gb_s * HBM_SHARE,
+        hbm_gb_s=hbm,
         bf16_tflops=sheet.bf16_tflops * MATRIX_SHARE,
         float32_tflops=sheet.bf16_tflops * MATRIX_SHARE * FLOAT32_SHARE,
-        lossless_gb_s=sheet.hbm_gb_s * HBM_SHARE * LOSSLESS_SHARE,
-        restore_gb_s=sheet.hbm_gb_s * HBM_SHARE * RESTORE_SHARE,
-        host_read_gb_s=HOST_READ_GB_S,
         file_read_gb_s=FILE_READ_GB_S,
         pin_gb_s=PIN_GB_S,
         source=source,
@@ -178,10 +168,9 @@ def cpu_rates() -> Rates:
     return Rates(
         h2d_gb_s=8.0,
         d2h_gb_s=8.0,
-        two_way_gb_s=8.0,
         in_place_gb_s=12.0,
         in_place_many_gb_s=12.0,
-        blocks_gb_s=8.0 * BLOCKS_SHARE,
+        blocks_gb_s=7.2,
         rows_gb_s=8.0,
         pageable_gb_s=8.0,
         hbm_gb_s=15.0,
@@ -189,7 +178,6 @@ def cpu_rates() -> Rates:
         float32_tflops=0.1,
         lossless_gb_s=0.2,
         restore_gb_s=0.3,
-        host_read_gb_s=15.0,
         file_read_gb_s=1.0,
         pin_gb_s=2.0,
         copy_overhead_s=5e-6,

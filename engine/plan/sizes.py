@@ -289,6 +289,21 @@ class ReadRates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TierCosts:
+    """What a host tier is expected to cost; the defaults are in force until times are predicted."""
+
+    swap_rates: SwapRates | None = None
+    """None: a preempted sequence's blocks are moved wherever there is a host tier."""
+    recompute_token_s: float = 0.0
+    """Time to compute one token of a prompt again, seconds."""
+    read_rates: ReadRates | None = None
+    """None: decodes read host blocks for nothing."""
+
+
+NO_COSTS: Final = TierCosts()
+
+
+@dataclass(frozen=True, kw_only=True)
 class CopyAhead:
     """When decodes' host blocks are copied to the GPU by a copy engine instead of read in place."""
 
@@ -308,12 +323,7 @@ class HostKVPlan:
     dma_run_bytes: int
     """From this size on, neighbouring blocks that stay neighbours are one DMA copy; what is smaller
     goes together in one kernel."""
-    swap_rates: SwapRates | None = None
-    """What moves of blocks are expected to carry; None until times are predicted."""
-    recompute_token_s: float = 0.0
-    """Expected time to compute one token of a prompt again, seconds."""
-    read_rates: ReadRates | None = None
-    """What decodes are expected to cost; None until times are predicted."""
+    costs: TierCosts = NO_COSTS
     copy_ahead: CopyAhead | None = None
     """None: decodes read host blocks in place, which is as fast, or no sequence has any."""
 
@@ -330,10 +340,8 @@ class HostKVPlan:
             "tokens": kv.host_blocks[0] * kv.block_size,
             "stage_blocks": self.stage_blocks,
             "dma_run_bytes": self.dma_run_bytes,
-            "swap_rates": asdict(self.swap_rates) if self.swap_rates else None,
-            "recompute_token_s": self.recompute_token_s,
-            "read_rates": asdict(self.read_rates) if self.read_rates else None,
-            "copy_ahead": asdict(self.copy_ahead) if self.copy_ahead else None,
+            **asdict(self.costs),
+            "copy_ahead": self.copy_ahead and asdict(self.copy_ahead),
         }
 
 

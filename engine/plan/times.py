@@ -96,6 +96,11 @@ class Shape:
         """Whether products take float32."""
         return self.plan.dtype == "float32"
 
+    @property
+    def context_tokens(self) -> int:
+        """Context of the sequences in predicted decode steps."""
+        return min(CONTEXT_TOKENS, self.plan.max_model_len)
+
     @cached_property
     def known_kinds(self) -> "dict[bool, tuple[list[Kind], list[int]]]":
         """What `_kinds` found before, for steps that are staged and that are not."""

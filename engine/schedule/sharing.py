@@ -229,7 +229,7 @@ class Sharing:
         near, far = self._groups.movable(here)
         spare = max(0, self._pool.num_free - num_kept)
         costs = {s.seq_id: self._cost_s(s, near, far, spare + len(near)) for s in here}
-        rates, num_read = self._groups.policy.read_rates, sum(map(self._num_read, here))
+        rates, num_read = self._groups.policy.costs.read_rates, sum(map(self._num_read, here))
         together_s = long.read_step_s(rates, self._bytes(num_read - spare)) / len(here)
         in_turns_s = sum(seconds for seconds, _ in costs.values()) / len(here)
         if len(here) == 1 or together_s <= in_turns_s:
@@ -276,11 +276,11 @@ class Sharing:
 
         `room` are the GPU blocks that it can have.
         """
-        table, policy = sequence.block_table, self._groups.policy
+        table = sequence.block_table
         held = sum(block_id in near for block_id in table)
         gained = min(sum(block_id in far for block_id in table), max(0, room - held))
         read = self._bytes(self._num_read(sequence) - gained)
-        return long.turn_of(policy.read_rates, policy.swap_rates, read, self._bytes(gained))
+        return long.turn_of(self._groups.policy.costs, read, self._bytes(gained))
 
 
 def _ready(longs: Collection[Sequence]) -> list[Sequence]:

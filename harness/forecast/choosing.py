@@ -13,7 +13,7 @@ from catalogue.models import entries, named
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig
 from engine.model.spec import ModelSpec
-from engine.plan.advise import lossless_resident, off_gpu_bytes, step_s
+from engine.plan.advise import lossless_resident, off_gpu_bytes, short_step_s
 from engine.plan.cards import DeviceFacts
 from engine.plan.memory import Asked, MemoryPlan, build_plan, plan_fits
 from engine.plan.planner import asked_of, plan_if_fits
@@ -168,7 +168,7 @@ def _where(spec: ModelSpec, gpu: GPUConfig) -> str:
     plain = build_plan(asked, assign_resident(spec))
     plans = {"plain": plain if plan_fits(plain) else None, "lossless": lossless_resident(asked)}
     found = [
-        f"{word} {number(1 / step_s(plan, asked))}"
+        f"{word} {number(1 / short_step_s(plan, asked))}"
         for word, plan in plans.items()
         if plan is not None
     ]
@@ -186,7 +186,7 @@ def _rounded(asked: Asked) -> list[str]:
     model = replace(asked.config.model, quantize="int4")
     rounded = replace(asked, config=replace(asked.config, model=model))
     plan = build_plan(rounded, assign_resident(asked.spec))
-    return [f"4-bit {number(1 / step_s(plan, rounded))}"] if plan_fits(plan) else []
+    return [f"4-bit {number(1 / short_step_s(plan, rounded))}"] if plan_fits(plan) else []
 
 
 def expert_rows(name: str) -> list[list[str]]:

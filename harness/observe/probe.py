@@ -15,9 +15,8 @@ import torch
 
 from engine.asked.config import EngineConfig, EngineSettings, GPUConfig, ModelConfig
 from engine.asked.sampling import SamplingParams
-from engine.device.base import Device, HostBuffer, worker_pool
+from engine.device.base import Device, HostBuffer
 from engine.device.cuda import open_device
-from engine.device.facts import num_threads
 from engine.errors import CapacityError, PinningError
 from engine.kv.memory import BlockMover, HostBlocks
 from engine.kv.moves import Move, MoveBatch, MoveKind
@@ -439,13 +438,12 @@ EMULATED_WEIGHTS = (32, 1024, 1024)
 def probe_rates(device: str) -> dict[str, float | None]:
     """Return the rates of this machine; what cannot be measured here is None.
 
-    Beside the rates of `probe_link`: `bf16_tflops` and `float32_tflops` (a product of
-    2048 rows, TF32 off; medians of 10), `copy_overhead_s` (64 copies of 1 MiB in a row),
-    `host_read_gb_s` (1 GiB summed by the threads that loading uses) and `pin_gb_s` (the same memory
-    made present and registered). From compute capability 8.0 on there are `lossless_gb_s` (codes
-    read by a product of one row) and `restore_gb_s` (bfloat16 written). On a CPU sizes are smaller,
-    and there are `hbm_copy_gb_s` and `in_place_gb_s` (weights of 128 MiB read by products of one
-    row) and those of `probe_layers`.
+    Beside the rates of `probe_link`: `bf16_tflops` and `float32_tflops` (a product of 2048 rows,
+    TF32 off; medians of 10), `copy_overhead_s` (64 copies of 1 MiB in a row) and `pin_gb_s` (1 GiB
+    of host memory made present and registered). From compute capability 8.0 on there are
+    `lossless_gb_s` (codes read by a product of one row) and `restore_gb_s` (bfloat16 written). On a
+    CPU sizes are smaller, and there are `hbm_copy_gb_s` and `in_place_gb_s` (weights of 128 MiB
+    read by products of one row) and those of `probe_layers`.
     """
     found = probe_link(device)
     opened = open_device(device)
@@ -459,10 +457,9 @@ def probe_rates(device: str) -> dict[str, float | None]:
     try:
         with _registered(opened, size) as buffer:
             found["pin_gb_s"] = size / max(1e-9, buffer.touch_s + buffer.pin_s) / 1e9
-            found["host_read_gb_s"] = _host_read_gb_s(buffer.tensor)
             found["copy_overhead_s"] = _copy_overhead_s(opened, buffer.tensor, found["h2d_gb_s"])
     except PinningError:
-        found |= dict.fromkeys(("host_read_gb_s", "pin_gb_s", "copy_overhead_s"))
+        found |= dict.fromkeys(("pin_gb_s", "copy_overhead_s"))
     return found
 
 
@@ -515,15 +512,6 @@ def _seconds(opened: Device, work: Callable[[], object]) -> float:
         opened.synchronize()
 
     return _median_s(thrice, RATE_REPEATS, before=opened.synchronize, skip=2) / 3
-
-
-def _host_read_gb_s(host: torch.Tensor) -> float:
-    count = num_threads()
-    step = host.numel() // count // 8 * 8
-    parts = [host[i * step : (i + 1) * step].view(torch.int64) for i in range(count)]
-    with worker_pool(count) as pool:
-        read_s = _median_s(lambda: list(pool.map(torch.sum, parts)), RATE_REPEATS, skip=1)
-    return count * step / read_s / 1e9
 
 
 def _copy_overhead_s(opened: Device, host: torch.Tensor, h2d_gb_s: float | None) -> float | None:

@@ -11,7 +11,7 @@ from engine import LLM, build
 from engine.device.cuda import open_device
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
-from engine.plan.sizes import CopyAhead, HostKVPlan, ReadRates, SwapRates
+from engine.plan.sizes import CopyAhead, HostKVPlan, ReadRates, SwapRates, TierCosts
 from tests.tiny import greedy, open_llm
 
 SIZES: dict[str, Any] = {
@@ -83,9 +83,9 @@ def tiers(
             host = HostKVPlan(
                 stage_blocks=stage_blocks,
                 dma_run_bytes=2**21,
-                swap_rates=SWAP,
-                recompute_token_s=recompute_token_s,
-                read_rates=read_rates,
+                costs=TierCosts(
+                    swap_rates=SWAP, recompute_token_s=recompute_token_s, read_rates=read_rates
+                ),
                 copy_ahead=copy_ahead,
             )
         return replace(found, kv=kv, host_kv=host, prefix_caching=prefix_caching)

@@ -15,7 +15,7 @@ from engine.asked.sampling import SamplingParams
 from engine.kv.pool import TieredBlockPool
 from engine.kv.prefix import KVPolicy, num_expired
 from engine.kv.sequences import GONE, BlockGroups
-from engine.plan.sizes import ReadRates, SwapRates, num_held
+from engine.plan.sizes import ReadRates, SwapRates, TierCosts, num_held
 from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from tests.engine.kv.world import take
 
@@ -75,12 +75,12 @@ class Tiers:
             max_model_len=self.max_len,
             yields=self.yields,
         )
-        policy = KVPolicy(
-            prefix_caching=self.prefix_caching,
+        costs = TierCosts(
             swap_rates=self.swap_rates,
             recompute_token_s=self.recompute_token_s,
             read_rates=self.read_rates,
         )
+        policy = KVPolicy(prefix_caching=self.prefix_caching, costs=costs)
         return Scheduler(config, BlockGroups(pools, self.tokens, policy))
 
 

@@ -70,7 +70,7 @@ def test_predicted_figures_of_a_host_tier() -> None:
     assert found["context_tokens"] == 4096
     assert found["host_bytes"] == (4096 - plan.kv_tokens) * 2**19
     assert found["prefix_load_ms"] < found["prefix_compute_ms"]
-    assert plan.host_kv.recompute_token_s > 0
+    assert plan.host_kv.costs.recompute_token_s > 0
     alone = plan_olmo(memory_gib=30)
     assert alone.predicted is not None
     assert alone.predicted["host_kv"] is None

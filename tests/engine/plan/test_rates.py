@@ -97,10 +97,10 @@ def test_predicted_moves_take_the_rate_of_the_kernel() -> None:
     plan, slow = planned({**PROBED}), planned({**PROBED, "blocks_gb_s": 20.0})
     assert plan.host_kv is not None
     assert slow.host_kv is not None
-    assert plan.host_kv.swap_rates is not None
-    assert slow.host_kv.swap_rates is not None
-    assert plan.host_kv.swap_rates.load_bytes_s == pytest.approx(0.90 * 55.1e9)
-    assert slow.host_kv.swap_rates.load_bytes_s == pytest.approx(20e9)
+    assert plan.host_kv.costs.swap_rates is not None
+    assert slow.host_kv.costs.swap_rates is not None
+    assert plan.host_kv.costs.swap_rates.load_bytes_s == pytest.approx(0.90 * 55.1e9)
+    assert slow.host_kv.costs.swap_rates.load_bytes_s == pytest.approx(20e9)
 
 
 def test_an_overhead_that_a_probe_cannot_tell_from_none_is_none() -> None:
