@@ -436,10 +436,17 @@ class Attempt:
         return checkpoint_files(path)
 
     def _take(self, job: WorkerJob, *, with_samples: bool = True) -> dict[str, Any]:
-        """Run a worker and take over what it found; end the point unless it was ok."""
-        status, error, result = self._execute(job)
-        found = result if with_samples else {**result, "samples": {}}
-        self.findings.add(found)
+        """Run a worker and take over what it found; end the point unless it was ok.
+
+        Parts that had ended stay in the record, also where the rest was interrupted.
+        """
+        dropped: dict[str, Any] = {} if with_samples else {"samples": {}}
+        try:
+            status, error, result = self._execute(job)
+        except KeyboardInterrupt:
+            self.findings.add(self._result_of(job) | dropped)
+            raise
+        self.findings.add(result | dropped)
         self.findings.spans += [Span(job=job.name, **span) for span in result.get("windows", ())]
         self.findings.link_factor = result.get("link_factor") or self.findings.link_factor
         self._end_unless_ok(status, error)
@@ -449,6 +456,13 @@ class Attempt:
         if status != "ok" and error is not None:
             self.findings.fail(status, error)
             raise PointEndedError
+
+    def _result_of(self, job: WorkerJob) -> dict[str, Any]:
+        """Return what a worker that ended has written; from then on the record holds it."""
+        result = read_json(result_path(self.run_dir, job.name))
+        for path in (job_path(self.run_dir, job.name), result_path(self.run_dir, job.name)):
+            path.unlink(missing_ok=True)
+        return result
 
     def _execute(self, job: WorkerJob) -> tuple[str, ErrorFacts | None, dict[str, Any]]:
         """Run one worker to its end; return status, error and its result."""
@@ -465,9 +479,7 @@ class Attempt:
             on_tick=self.view.tick,
         )
         self.telemetry.unwatch()
-        result = read_json(result_path(run_dir, job.name))
-        for path in (job_path(run_dir, job.name), result_path(run_dir, job.name)):
-            path.unlink(missing_ok=True)  # the record holds what it says
+        result = self._result_of(job)
         if result.get("status", UNFINISHED) != UNFINISHED and not ended.timed_out:
             if ended.returncode != (0 if result["status"] == "ok" else 1):
                 self.findings.warnings.append(
