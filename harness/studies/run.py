@@ -197,30 +197,35 @@ class StudyRun(Series):
             title = self._study.points[name].title or name
             total = len(self._study.chosen)
             say(f"{self._study.name}: {number} of {total}: {title}")
-            self._found[name] = self._run_point(name, title, run_one)
+            self._run_point(name, title, run_one)
 
-    def _run_point(self, name: str, title: str, run_one: RunOne) -> Result:
+    def _run_point(self, name: str, title: str, run_one: RunOne) -> None:
         taken: dict[str, Any] = {}
         for setting, (source, path, factor) in self._study.points[name].sources().items():
             record = self._found[source].record
             value = None if record is None else _at(vars(record), path)
             if value is None:
                 why = f"{self._found[source].title} has no {path}."
-                return Result(title=title, record=None, why=why)
+                self._found[name] = Result(title=title, record=None, why=why)
+                return
             taken[setting] = value if factor == 1 else value * factor
         typed = {key_of(item) for item in self.overrides}
         planned = with_values(
             self._planned[name], {key: taken[key] for key in taken if key not in typed}
         )
-        record = self.run_point(
-            run_one,
-            planned,
-            Path(POINTS, name),
-            rerun=self.config.rerun or "all",
-            label=name,
-            shared=planned.overrides,
-        )
-        return Result(title=title, record=record)
+        num_ended = len(self.records)
+        try:
+            self.run_point(
+                run_one,
+                planned,
+                Path(POINTS, name),
+                rerun=self.config.rerun or "all",
+                label=name,
+                shared=planned.overrides,
+            )
+        finally:  # what it measured before an interrupt counts
+            for record in self.records[num_ended:]:
+                self._found[name] = Result(title=title, record=record)
 
     @property
     def _card(self) -> str | None:
@@ -304,6 +309,8 @@ class StudyRun(Series):
             f"{self.started:%Y-%m-%d}",
         ]
         text = f"`{command}` on {', '.join(filter(None, parts))}."
+        if not self.records:
+            return f"`{command}`, {self.started:%Y-%m-%d}: no point ended."
         if card is None:
             return f"{text} **Emulated: these figures are a CPU's and say nothing of a GPU.**"
         return f"{text} Random weights, clocks not locked, medians."

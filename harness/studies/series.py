@@ -83,11 +83,18 @@ class Series(ABC):
     ) -> RunRecord:
         """Run one point in a folder below the series' own and note its record.
 
-        Its name begins with `label` and leaves out the `shared` overrides.
+        Its name begins with `label` and leaves out the `shared` overrides. The record of a point
+        that is interrupted is noted too.
         """
         sweep = replace(self._sweep, index=len(self.records), label=label, shared=tuple(shared))
         config = replace(point.config, rerun=rerun)
-        record = run_one(config, self.run_dir / folder, point.overrides, sweep)
+        path = self.run_dir / folder / RESULT_NAME
+        try:
+            record = run_one(config, path.parent, point.overrides, sweep)
+        except KeyboardInterrupt:
+            if path.is_file():
+                self.records.append(RunRecord.read(path))
+            raise
         self.records.append(record)
         return record
 

@@ -358,6 +358,37 @@ def test_an_interrupt_leaves_a_record(tmp_path, documents):
     assert all("old" in file.read_text() for file in documents)
 
 
+def test_what_a_point_measured_before_an_interrupt_stands_in_the_table(tmp_path, documents, capsys):
+    whole = fake_run()
+
+    def run_one(config, folder, overrides, sweep):
+        record = whole(config, folder, overrides, sweep)
+        if folder.name == "prefetch":
+            error = {"type": "Interrupted", "message": "the harness was interrupted", "phase": "x"}
+            folder.mkdir(parents=True)
+            replace(record, status="killed", error=error).write(folder / "result.json")
+            raise KeyboardInterrupt
+        return record
+
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, "study.rows=[prefetch,uva]", run_one=run_one)
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    points = record["samples"]["study"]["points"]
+    assert [(point["name"], point["status"]) for point in points] == [("prefetch", "killed")]
+    rows = record["samples"]["study"]["rows"]
+    assert any(row["share"] and row["what"].startswith("prefetch 8/5/2, batch 1") for row in rows)
+    assert "NVIDIA H200" in capsys.readouterr().out
+    assert all("old" in file.read_text() for file in documents)
+
+
+def test_an_interrupt_before_any_point_ended_claims_no_machine(tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, "study.rows=[uva]", run_one=fake_run(uva=None))
+    said = capsys.readouterr().out
+    assert "no point ended" in said
+    assert "Emulated" not in said
+
+
 @pytest.mark.parametrize("text", ["no marks", "{0}\n", "{1}\n{0}\n", "{0}{0}{1}"])
 def test_a_document_without_its_marks_is_refused(tmp_path, monkeypatch, documents, text, capsys):
     documents[0].write_text(text.format(*marks("bench")))
