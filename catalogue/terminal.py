@@ -1,11 +1,14 @@
 """What the user sees: exit codes, errors, lines, tables as wide as their content."""
 
+import argparse
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, NoReturn, TextIO
 
+from engine.errors import ConfigError, did_you_mean
 from engine.lines import WIDTH, by_words
 
 EXIT_OK: Final = 0
@@ -18,6 +21,28 @@ EXIT_NOT_ALL_OK: Final = 3
 """At least one point has another status than ok."""
 EXIT_INTERRUPTED: Final = 130
 """Ctrl-C."""
+
+
+class UsageError(ConfigError):
+    """A command line has an argument that there is not, or lacks one."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that raises UsageError, which names the closest choice or option."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError for what argparse says."""
+        choice = re.fullmatch(r"argument \S+: invalid choice: '(.*)' \(choose from (.*)\)", message)
+        unknown = re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL)
+        text = f"{message}."
+        if choice is not None:
+            names = choice[2].replace("'", "").split(", ")
+            hint = did_you_mean(choice[1], names)
+            text = f"expected one of {', '.join(names)}, got {choice[1]!r}.{hint}"
+        elif unknown is not None:
+            hint = did_you_mean(unknown[1].partition("=")[0], self._option_string_actions)
+            text = f"unknown argument {unknown[1]}.{hint}"
+        raise UsageError(f"{self.prog}: {text} See `{self.prog} --help`.")
 
 
 def version_line() -> str:
@@ -45,9 +70,30 @@ _INDENT: Final = "  "
 
 
 def say(text: str) -> None:
-    """Write a line about what happens to stderr."""
-    sys.stderr.write(f"{text}\n")
+    """Write what happens to stderr, in lines as wide as it."""
+    sys.stderr.write("\n".join(screen_lines(text, sys.stderr)) + "\n")
     sys.stderr.flush()
+
+
+def screen_lines(text: str, stream: TextIO) -> list[str]:
+    """Return a text in lines as wide as a stream (COLUMNS where it is set), wrapped by words.
+
+    Lines that begin with two blanks stay, as do commands in backquotes (`by_words`).
+    """
+    asked = os.environ.get("COLUMNS", "")
+    width = int(asked) if asked.isdecimal() and int(asked) else _screen_width(stream)
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines += [line] if len(line) <= width or line.startswith("  ") else by_words(line, width)
+    return lines
+
+
+def _screen_width(stream: TextIO) -> int:
+    """Return the width of a terminal; WIDTH where there is none."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or WIDTH
+    except (OSError, ValueError):  # a file, or none
+        return WIDTH
 
 
 def show(lines: Iterable[str]) -> None:
@@ -78,7 +124,7 @@ def columns(
         else most[index]
         for index, cells in by_column
     ]
-    room = _terminal_width() - len(_INDENT)
+    room = max(WIDTH, _screen_width(sys.stdout)) - len(_INDENT)
     if has_paths or any(least[0] + len(_GAP) + each > room for each in least[1:]):
         room = sum(most) + len(_GAP) * len(most)
     lines: list[str] = []
@@ -90,14 +136,6 @@ def columns(
 
 
 _GAP: Final = "  "
-
-
-def _terminal_width() -> int:
-    """Return the width of the terminal; WIDTH of a narrower one, and where there is none."""
-    try:
-        return max(WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns)
-    except (OSError, ValueError):  # a file, or none
-        return WIDTH
 
 
 def _tables(least: Sequence[int], room: int) -> list[list[int]]:

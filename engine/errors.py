@@ -81,9 +81,38 @@ class FailedRequestError(RequestError):
     """A request failed while it ran, through no fault of its own."""
 
 
+_ALSO_CALLED: Final = {
+    "auto": ("automatic", "default"),
+    "bfloat16": ("bf16", "torch.bfloat16"),
+    "checkpoint": ("as_stored", "original", "plain", "raw", "safetensors"),
+    "context": ("length",),
+    "cpu": ("host", "ram", "swap"),
+    "cuda": ("gpu", "nvidia"),
+    "dummy": ("random",),
+    "experts": ("moe",),
+    "float16": ("f16", "fp16", "half", "torch.float16"),
+    "float32": ("f32", "float", "fp32", "full", "torch.float32"),
+    "gpu": ("cuda", "device", "vram"),
+    "http": ("api", "openai", "remote"),
+    "int4": ("4", "4bit", "4-bit", "nf4", "q4", "w4", "w4a16"),
+    "int8": ("8", "8bit", "8-bit", "q8", "w8", "w8a16"),
+    "native": ("engine", "own", "tightfit"),
+    "accelerate": ("hf", "huggingface", "transformers"),
+    "none": ("0", "disable", "disabled", "false", "no", "off"),
+    "lossless": ("df11", "dfloat11"),
+    "prefetch": ("copy", "stream", "streaming"),
+    "uva": ("cpu", "uvm", "zero_copy"),
+}
+"""Choice -> other words for it that do not resemble it, in lower case."""
+
+
 def closest(word: str, choices: Iterable[str]) -> list[str]:
-    """Return the choice that resembles a word most, in a list that is empty if none does."""
+    """Return the choice that a word means, or resembles most; an empty list if there is none."""
     lower = {choice.lower(): choice for choice in choices}
+    if word.lower() not in lower:
+        for name, words in _ALSO_CALLED.items():
+            if name in lower and word.lower() in words:
+                return [lower[name]]
     found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
     return [lower[name] for name in found]
 

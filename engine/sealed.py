@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import sys
 import textwrap
 import types
@@ -154,7 +155,21 @@ def number_fault(
     )
     sign = ">" if low_open else ">="
     bounds = f"{sign} {low:g}" + ("" if math.isinf(high) else f" and <= {high:g}")
-    return f"{name}: expected {kind} {bounds}, got {value!r}.{f' {hint}' if hint else ''}"
+    tail = f"{unit_hint(value)}{f' {hint}' if hint else ''}"
+    return f"{name}: expected {kind} {bounds}, got {value!r}.{tail}"
+
+
+def unit_hint(value: object) -> str:
+    """Return how to write a number that was given with a unit; empty if it was not."""
+    found = re.fullmatch(r"([\d.]+) ?([a-zA-Z]{1,6}|%)", str(value))
+    if found is None:
+        return ""
+    size, unit = found[1], found[2].lower()
+    if unit in {"g", "gb", "gib"}:
+        return f" Write the number alone: {size}."
+    if unit == "k" and size.isdecimal():
+        return f" Write it out, such as {int(size) * 1024}."
+    return " Write the number without a unit: the setting's name or its help says which it has."
 
 
 def check_number(name: str, value: Any, **bounds: Any) -> None:
@@ -170,9 +185,9 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:
-    """Raise ConfigError unless `value` is one of `choices`."""
+    """Raise ConfigError unless `value` is one of `choices`; without a hint it names the closest."""
     if value not in choices:
-        tail = f" {hint}" if hint else ""
+        tail = f" {hint}" if hint else did_you_mean(str(value), choices)
         raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}.{tail}")
 
 

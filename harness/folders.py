@@ -12,10 +12,10 @@ from reports.record.record import write_text_atomic
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs an extra, from any folder."""
+    """Return the command that installs an extra, from any folder, in backquotes."""
     is_checkout = IMPORT_ROOT == ROOT
     project = f"{ROOT}[{extra}]" if is_checkout else f"tightfit[{extra}]"
-    return f"pip install {'-e ' if is_checkout else ''}{shlex.quote(project)}"
+    return f"`pip install {'-e ' if is_checkout else ''}{shlex.quote(project)}`"
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from catalogue.entry import Model
 from catalogue.files import facts_folder, kept_folder, tightfit_home
 from catalogue.listing import catalogue_table, model_lines
 from catalogue.models import describe, entries, fetch, find, remove
-from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, say, show
+from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, CommandParser, say, show
 from engine.errors import ConfigError, EngineError
 from engine.sealed import GIB
 
@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m harness.
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["pack"]:
         return pack(given[1:], f"{prog} pack")
-    chosen = _parser(prog).parse_args(given)
-    return _shown(lambda: _carry_out(chosen))
+    return _shown(lambda: _carry_out(_parser(prog).parse_args(given)))
 
 
 def _shown(work: Callable[[], Iterable[str]]) -> int:
@@ -68,7 +67,7 @@ def _fetched(model: Model) -> str:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Look after the models on this disk.")
+    parser = CommandParser(prog=prog, description="Look after the models on this disk.")
     verbs = parser.add_subparsers(dest="command", metavar="VERB", required=True)
     helps = (
         "list the models of the catalogue: what is here, and how large they are",
@@ -99,19 +98,23 @@ def pack(arguments: Sequence[str], prog: str) -> int:
 
     This is `tightfit models pack`.
     """
-    chosen = _pack_parser(prog).parse_args(arguments)
+
+    def packed() -> Iterable[str]:
+        chosen = _pack_parser(prog).parse_args(arguments)
+        return _packed(find(chosen.name, chosen.config_dir), chosen.device)
+
     try:
-        return _shown(lambda: _packed(find(chosen.name, chosen.config_dir), chosen.device))
+        return _shown(packed)
     except OSError as error:
         say(
-            f"pack {chosen.name}: reading it or writing {kept_folder()} failed ({error}). Free "
+            f"pack: reading the model or writing {kept_folder()} failed ({error}). Free "
             "room there, or set TIGHTFIT_HOME to a folder that can be written."
         )
         return EXIT_NOT_ALL_OK
 
 
 def _pack_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description=f"Keep a model's weights in lossless codes in {kept_folder()}.",
     )

@@ -1,6 +1,8 @@
 """What every command needs before it starts. Any Python 3.6 reads this, without a package."""
 
+import shutil
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, Tuple  # noqa: UP035  Python 3.6 has no others
@@ -20,7 +22,7 @@ FOLDERS = ("catalogue", "console", "engine", "harness", "kernels", "reports", "s
 
 
 def shadowed() -> str:
-    """Return a line that names another module which is imported in place of a folder, or ""."""
+    """Return a text that names another module which is imported in place of a folder, or ""."""
     root = Path(__file__).resolve().parents[1]
     if __name__.count(".") > 1:  # installed, where all folders lie inside one package
         return ""
@@ -30,7 +32,7 @@ def shadowed() -> str:
         if found is not None and root not in found.parents:
             return (
                 f"tightfit: expected {name} to be {root / name}, got {found}, which Python finds "
-                f"first. Rename that file, or install the project: pip install '{root}'"
+                f"first. Rename that file, or install the project:\n  pip install '{root}'"
             )
     return ""
 
@@ -40,11 +42,11 @@ def lacking(
     find: Callable[[str], Any] = find_spec,
     packages: Tuple[str, ...] = PACKAGES,  # noqa: UP006  Python 3.6
 ) -> str:
-    """Return a line that says what is lacking here and what to do; an empty text if nothing is."""
+    """Return what is lacking here and what to do, commands on lines of their own; "" if nothing."""
     low, high = PYTHONS
     wanted = f"Python {low[0]}.{low[1]} or {high[0]}.{high[1] - 1}"
     here = f"Python {version[0]}.{version[1]} ({sys.executable})"
-    remedy = "In the checkout run `make setup PYTHON=python3.12`, then `. .venv/bin/activate`."
+    remedy = "In the checkout run\n  make setup PYTHON=python3.12\n  . .venv/bin/activate"
     if not low <= version < high:
         return f"tightfit: expected {wanted}, got {here}. {remedy}"
     absent = [name for name in packages if find(name) is None]
@@ -55,8 +57,11 @@ def lacking(
 
 
 def require_environment(packages: Tuple[str, ...] = PACKAGES) -> None:  # noqa: UP006  Python 3.6
-    """End the process with one line and exit code 2 where something is lacking."""
-    line = lacking(packages=packages)
-    if line:
-        sys.stderr.write(line + "\n")
+    """End the process with a few lines and exit code 2 where something is lacking."""
+    text = lacking(packages=packages)
+    if text:
+        sentence, *commands = text.split("\n")
+        width = shutil.get_terminal_size().columns
+        said = textwrap.wrap(sentence, width, break_long_words=False, break_on_hyphens=False)
+        sys.stderr.write("\n".join(said + commands) + "\n")
         sys.exit(2)

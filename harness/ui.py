@@ -4,7 +4,6 @@
 that nothing here uses; on two cores that took more than half a minute. This starts its server once.
 """
 
-import argparse
 import gc
 import os
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from catalogue.files import tightfit_home
-from catalogue.terminal import EXIT_OK, say
+from catalogue.terminal import EXIT_OK, CommandParser, say
 from harness.config.schema import TrackingConfig
 from harness.tracking.mlflow import (
     ENVIRONMENT,
@@ -28,7 +27,7 @@ from reports.record.text import experiment_page
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the pages until Ctrl-C; return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tightfit ui", description="Show all runs in MLflow, in the browser."
     )
     parser.add_argument("--port", type=int, default=5000, help="port (default: 5000)")

@@ -14,6 +14,7 @@ from httpx_sse import connect_sse
 from rich.console import Console
 
 from catalogue.own_server import OwnServer
+from catalogue.terminal import CommandParser, say
 from engine.errors import EngineError
 from server.settings import API_KEY_VARIABLE
 
@@ -134,13 +135,13 @@ def main(arguments: Sequence[str], prog: str = "tightfit chat") -> int:
             with own_server(model, flags, console) as url:
                 _talk(console, url, asked)
     except ChatError as error:
-        Console(stderr=True, highlight=False).print(f"error: {error}", markup=False)
+        say(f"error: {error}")
         return 1
     return 0
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         usage="%(prog)s [MODEL] [--url URL] [--system TEXT] [--max-tokens N] [--temperature X] ...",
         description="Talk to a running server, or with MODEL to an engine that is started for it.",

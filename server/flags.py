@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar, cast, get_args, get_origin
+from typing import Any, Final, TypeVar, cast, get_args, get_origin
 
 import yaml
 
 from catalogue.files import load_yaml
+from catalogue.terminal import CommandParser, UsageError
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.keywords import (
     COMBINED,
@@ -24,7 +25,15 @@ from engine.asked.keywords import (
     keywords_of,
 )
 from engine.errors import ConfigError, did_you_mean
-from engine.sealed import Setting, describe_type, from_plain, settings, without_null
+from engine.sealed import (
+    Setting,
+    check_choice,
+    describe_type,
+    from_plain,
+    settings,
+    unit_hint,
+    without_null,
+)
 from server.settings import ListenSettings, ServerSettings
 
 OFFLOAD: Final = ("none", "auto", "uva", "prefetch", "experts")
@@ -68,15 +77,6 @@ class Asked:
     server: ServerSettings
 
 
-class UsageError(ConfigError):
-    """The command line has a flag that there is not, or lacks a value."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
-
-
 @cache
 def _settings() -> tuple[dict[str, Setting], dict[str, Setting]]:
     """Return the engine's settings and the server's, by keyword."""
@@ -118,7 +118,7 @@ def parse_settings(
         UsageError: There is no such flag, or it lacks a value.
         ConfigError: A value is refused.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog=prog, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
     known = {found.path: found for found in settings(kind)}
@@ -201,8 +201,7 @@ def _offload(word: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that --offload stands for."""
     if word is None:
         return {}
-    if word not in OFFLOAD:
-        raise ConfigError(f"offload: expected one of {', '.join(OFFLOAD)}, got {word!r}.")
+    check_choice("offload", word, OFFLOAD)
     if word == "none":
         engine, _ = _settings()
         is_set = (
@@ -334,6 +333,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     except ValueError:
         raise ConfigError(
             f"{name.replace('_', '-')}: expected {describe_type(kind)}, got {value!r}."
+            f"{unit_hint(value) if kind in {int, float} else ''}"
         ) from None
 
 
@@ -348,7 +348,7 @@ def _parsed(text: str, kind: Any) -> Any:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog=prog,
         description="Serve a model behind the API of OpenAI's clients.",
         argument_default=argparse.SUPPRESS,

@@ -12,8 +12,8 @@ import psutil
 import uvicorn
 from starlette.types import ASGIApp
 
+from catalogue.terminal import UsageError, screen_lines
 from engine.errors import ConfigError, EngineError
-from server.flags import UsageError
 from server.guard import ACCESS
 from server.lifecycle import ERROR, EXIT_CONFIG, EXIT_USAGE
 from server.protocol import protocol_of
@@ -137,7 +137,10 @@ class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a record's lines."""
         text = super().format(record)
-        return f"{ERROR}{text}" if record.levelno >= logging.ERROR else text
+        if record.levelno < logging.ERROR:
+            return text
+        text = f"{ERROR}{text}"
+        return "\n".join(screen_lines(text, sys.stderr)) if sys.stderr.isatty() else text
 
 
 def log_to_stderr(name: str) -> None:

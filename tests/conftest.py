@@ -52,6 +52,8 @@ def pytest_configure() -> None:
 
     Handlers that are ignored stay so in the harness and in its processes, which is meant.
     """
+    # Tests of messages find them whole; those of wrapping set another width.
+    os.environ["COLUMNS"] = "10000"
     # Without a handler, warnings would be written where tests read what a command wrote.
     logging.getLogger().addHandler(logging.NullHandler())
     # Torch and transformers leave a million objects that each pass would walk: a fifth of the time

@@ -5,13 +5,14 @@ help and version start at once.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
-from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_OK, say, version_line
+from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_OK, UsageError, say, version_line
 from engine.errors import EngineError, closest
 from harness.needs import SERVER_PACKAGES, require_environment
 
@@ -43,11 +44,10 @@ def _unknown(word: str, rest: Sequence[str]) -> str:
     """Return what to say of a word that is no subcommand."""
     names = [each.name for each in COMMANDS]
     if "=" in word:
-        return f"tightfit: expected a command first, got the setting {word}. Did you mean: " + (
-            " ".join(["tightfit run", word, *rest])
-        )
+        line = shlex.join(["tightfit", "run", word, *rest])
+        return f"tightfit: expected a command first, got the setting {word}. Did you mean: `{line}`"
     meant = closest(word, names)
-    hint = f"Did you mean tightfit {meant[0]}?" if meant else "tightfit help lists them."
+    hint = f"Did you mean `tightfit {meant[0]}`?" if meant else "`tightfit help` lists them."
     return f"tightfit: expected one of {', '.join(names)}, got {word!r}. {hint}"
 
 
@@ -173,7 +173,11 @@ def _ui(arguments: list[str]) -> int:
 def _completion(arguments: list[str]) -> int:
     from tightfit.completion import main  # noqa: PLC0415  when it runs
 
-    return main(arguments, [each.name for each in COMMANDS])
+    try:
+        return main(arguments, [each.name for each in COMMANDS])
+    except UsageError as error:
+        say(f"error: {error}")
+        return EXIT_BAD_CONFIG
 
 
 def _guarded(command: Callable[[], int]) -> int:

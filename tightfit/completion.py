@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from catalogue.terminal import EXIT_OK
+from catalogue.terminal import EXIT_OK, CommandParser
 
 SCRIPTS: Final[Mapping[str, str]] = {
     "bash": """\
@@ -47,7 +47,7 @@ HOW: Final[Mapping[str, str]] = {
 
 def main(arguments: Sequence[str], commands: Sequence[str]) -> int:
     """Print a shell's script, or, with --line, what may stand at the end of a command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tightfit completion",
         description="Print a script with which a shell completes commands and settings.",
         epilog="\n".join(HOW.values()),

@@ -1,6 +1,5 @@
 """`tightfit doctor`: what this machine has for runs, each fact ok, warn or bad with what to do."""
 
-import argparse
 import os
 import platform
 import shutil
@@ -13,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from catalogue.terminal import EXIT_OK, columns, show
+from catalogue.terminal import EXIT_OK, CommandParser, columns, show
 from engine.lines import indented
 from engine.plan.resolve import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
 from engine.sealed import GIB
@@ -84,7 +83,7 @@ class Line:
 
 def main(arguments: Sequence[str]) -> int:
     """Print a line for each fact; return 1 where one is bad."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tightfit doctor", description="Check what this machine has for runs."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -149,8 +148,8 @@ def _torch(facts: Facts) -> Line:
     if not facts.cuda_bindings:
         remedy = (
             "The package cuda-bindings is missing (torch's CUDA builds install it): small matrix "
-            "products and weights in codes cannot be compiled. pip install cuda-bindings "
-            "nvidia-cuda-nvrtc"
+            "products and weights in codes cannot be compiled. `pip install cuda-bindings "
+            "nvidia-cuda-nvrtc`"
         )
         return Line("torch", "bad", f"{found}, no cuda-bindings", remedy)
     return Line("torch", "ok", found)
@@ -254,8 +253,8 @@ def _host(facts: Facts) -> Iterator[Line]:
         yield Line("huge pages", "ok", facts.huge_pages)
     else:
         remedy = (
-            "Pinning takes longer with small pages: echo madvise | sudo tee "
-            "/sys/kernel/mm/transparent_hugepage/enabled"
+            "Pinning takes longer with small pages: `echo madvise | sudo tee "
+            "/sys/kernel/mm/transparent_hugepage/enabled`"
         )
         yield Line("huge pages", "warn", facts.huge_pages or "not known", remedy)
 

@@ -1,6 +1,5 @@
 """Runs by their id: found in TIGHTFIT_HOME, opened in a browser, compared."""
 
-import argparse
 import os
 import sys
 import webbrowser
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from catalogue.files import expanded, tightfit_home
-from catalogue.terminal import EXIT_OK, columns, say, show
+from catalogue.terminal import EXIT_OK, CommandParser, columns, say, show
 from engine.errors import ConfigError, did_you_mean
 from engine.lines import wrapped
 
@@ -44,7 +43,9 @@ def find_run(word: str) -> Path:
         ran = (folder for folder in folders if not (folder / PLAN).is_file())
         found = max(ran, key=_started, default=None)
         if found is None:
-            raise ConfigError(f"run: expected runs in {runs}, found none. Start one: tightfit run")
+            raise ConfigError(
+                f"run: expected runs in {runs}, found none. Start one: `tightfit run`."
+            )
         return found
     if (folder := expanded(word)).is_dir():
         return folder.resolve()
@@ -83,7 +84,7 @@ def _started(folder: Path) -> str:
 
 def open_page(arguments: Sequence[str]) -> int:
     """`tightfit open`: print the path of a run's page, and show it where there is a display."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tightfit open", description="Open the page of a run, a sweep or all runs."
     )
     parser.add_argument(
@@ -127,7 +128,7 @@ def has_display(environ: Mapping[str, str], platform: str) -> bool:
 
 def compare(arguments: Sequence[str]) -> int:
     """`tightfit compare`: hold runs of the same work against the first of them."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tightfit compare",
         description="Compare runs of the same work with the first of them that has figures.",
     )

@@ -12,7 +12,15 @@ from catalogue.entry import Model as Entry
 from catalogue.files import kept_folder, tightfit_home
 from catalogue.listing import catalogue_table, model_lines, size_rows, source_text
 from catalogue.models import describe, entries, fetch, find, kept_copy, own_folder, remove, state
-from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_NOT_ALL_OK, EXIT_OK, columns, say, show
+from catalogue.terminal import (
+    EXIT_BAD_CONFIG,
+    EXIT_NOT_ALL_OK,
+    EXIT_OK,
+    CommandParser,
+    columns,
+    say,
+    show,
+)
 from console.registry.listing import read_models
 from engine.errors import ConfigError, EngineError
 from engine.sealed import GIB
@@ -53,8 +61,8 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
     verb, *rest = arguments or [""]
     if verb in elsewhere:
         return elsewhere[verb](rest)
-    chosen = _parser(verb).parse_args(arguments)
     try:
+        chosen = _parser(verb).parse_args(arguments)
         for answer in _CARRY_OUT[chosen.verb](chosen):
             show([json.dumps(answer.plain, indent=1)] if chosen.json else answer.lines)
     except ModelUnavailableError as error:
@@ -71,7 +79,7 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
 
 def _parser(asked: str) -> argparse.ArgumentParser:
     """Return what reads the arguments of a verb; the engine's flags are made for that alone."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tightfit models", description="Manage models: files, settings, results."
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)

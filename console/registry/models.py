@@ -26,7 +26,7 @@ from console.registry.checks import (
 from console.registry.database import Database
 from console.registry.results import Results
 from console.registry.tables import Model, Profile
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError, ConfigError, did_you_mean
 from engine.model.checkpoint import find_tensors
 from engine.model.formats import EMBEDDING, FORMATS, HEAD, TensorFormats
 from engine.model.gguf import is_gguf
@@ -253,7 +253,8 @@ def profile_of(model: Model, name: str | None = None) -> Profile:
     found = default_of(model) if name is None else find_profile(model, name)
     if found is None:
         known = ", ".join(profile.name for profile in model.profiles)
-        raise FieldError("profile", f"profile: expected one of {known}, got {shown(name)}.")
+        hint = did_you_mean(str(name), [profile.name for profile in model.profiles])
+        raise FieldError("profile", f"profile: expected one of {known}, got {shown(name)}.{hint}")
     return found
 
 
@@ -436,7 +437,8 @@ def read_row(session: Session, model: str | int) -> Model:
     """
     row = _find(session, model)
     if row is None:
-        raise FieldError("model", f"model: expected one of the registry, got {shown(model)}.")
+        hint = did_you_mean(str(model), session.scalars(select(Model.name)))
+        raise FieldError("model", f"model: expected one of the registry, got {shown(model)}.{hint}")
     return row
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from catalogue.files import tightfit_home
+from catalogue.terminal import CommandParser, say
 from console.registry.database import Database
 from console.registry.flags import arguments_of
 from console.service.systemd import Runner, ServiceError, Systemd, UnitState, run_command
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str], runner: Runner = run_command) -> int:
     try:
         return _carry_out(options, runner)
     except ServiceError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say(f"error: {error}")
         return EXIT_REFUSED
 
 
@@ -75,7 +76,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tightfit service",
         description="Run a profile's server and the console as services of systemd.",
         epilog="install --only server|console -- FLAGS passes flags on, such as --port 8001.",
@@ -226,8 +227,8 @@ def _check_account(name: str) -> None:
         pwd.getpwnam(name)
     except KeyError:
         raise ConfigError(
-            f"service: expected an account of its own, found no {name}. Make it: sudo useradd "
-            f"--system --home-dir {SYSTEM_HOME} {name}. Or choose one with --account."
+            f"service: expected an account of its own, found no {name}. Make it: `sudo useradd "
+            f"--system --home-dir {SYSTEM_HOME} {name}`. Or choose one with --account."
         ) from None
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from catalogue.terminal import EXIT_NOT_ALL_OK, EXIT_OK, say
+from catalogue.terminal import EXIT_NOT_ALL_OK, EXIT_OK, CommandParser, say
 from console.registry.checks import FieldError
 from console.registry.database import Database
 from console.registry.models import Models, default_of
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tightfit models test",
         description="Measure a model with a profile, or two profiles in turns.",
     )

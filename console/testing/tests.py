@@ -25,6 +25,7 @@ from console.testing import asked
 from console.testing.process import Harness, progress_of
 from console.testing.results import Outcome, outcome_of
 from engine.device.gpu import visible_gpus
+from engine.errors import did_you_mean
 
 LOOK_S: Final = 0.5
 """Seconds between two looks at a test that runs."""
@@ -314,7 +315,9 @@ def _check(ask: Ask, profiles: Sequence[Profile]) -> None:
     wanted = {"test": (1, 1), "ab": (2, 2), "sweep": (1, MOST_PROFILES)}
     if ask.kind not in wanted:
         raise FieldError(
-            "kind", f"kind: expected one of {', '.join(wanted)}, got {shown(ask.kind)}."
+            "kind",
+            f"kind: expected one of {', '.join(wanted)}, got {shown(ask.kind)}."
+            f"{did_you_mean(ask.kind, wanted)}",
         )
     least, most = wanted[ask.kind]
     names = [profile.name for profile in profiles]

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.kv import KVConfig, KVTransferConfig
 from engine.asked.offload import BACKENDS, OffloadConfig
-from engine.errors import SPOKEN, ConfigError, EngineError, did_you_mean
+from engine.errors import SPOKEN, ConfigError, EngineError, closest, did_you_mean
 from engine.model.spec import ModelSpec
 from engine.sealed import Setting, describe_type, from_plain, settings, without_null
 
@@ -168,10 +168,10 @@ def _refuse(name: str, value: object, every: list[str]) -> None:
 
 def _for_offload(value: object) -> str:
     """Return what says in Python what offload= does on a command line."""
-    if value in (None, "none"):
+    if closest(str(value), ["none", *BACKENDS]) == ["none"]:
         return " Remove it: that is the default."
     words = {"auto": "choose=True"} | {each: f"offload_backend={each!r}" for each in BACKENDS[1:]}
-    meant = [word for name, word in words.items() if name == value] or words.values()
+    meant = [words[name] for name in closest(str(value), words)] or words.values()
     return f" Did you mean {' or '.join(meant)}?"
 
 

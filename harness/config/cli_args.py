@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from catalogue.files import CONF, tightfit_home
-from engine.asked.keywords import keywords_of
+from engine.asked.keywords import NOT_SUPPORTED, keywords_of
 from engine.errors import ConfigError, closest, did_you_mean
 from engine.lines import WIDTH, by_words, wrapped
 from engine.sealed import Setting, describe_type, settings, yaml_text
@@ -43,21 +43,23 @@ class _Parser(argparse.ArgumentParser):
             option = message.removeprefix(prefix).split()[0]
             known = {name.strip("-"): name for name in self._option_string_actions}
             meant = closest(option.strip("-"), known)
-            hint = f"A setting: {_setting_like(option)}."
+            name = option.strip("-").replace("-", "_").partition("=")[0]
+            why = NOT_SUPPORTED.get(name, ((), ""))[1]
+            hint = f"There is no such setting: {why}" if why else _setting_like(option)
             if meant:
                 hint = f"Did you mean {known[meant[0]]}?"
             message = f"unknown option {option}. {hint}"
-        raise ConfigError(f"command line: {message} See tightfit run --help.")
+        raise ConfigError(f"command line: {message} See `tightfit run --help`.")
 
 
 def _setting_like(option: str) -> str:
-    """Return the setting of an option's name, such as --cpu-offload-gb of other engines."""
+    """Say which setting an option means, such as --cpu-offload-gb of other engines."""
     name, _, value = option.strip("-").replace("-", "_").partition("=")
     paths = (found.path for found in settings(RunConfig) if found.path.endswith(f".{name}"))
     path = next(paths, None)
     if path is None and name not in GROUPS:
-        return "model=glass"
-    return f"{path or name}={value or 'VALUE'}"
+        return "Settings are KEY=VALUE, such as model=glass."
+    return f"A setting: {path or name}={value or 'VALUE'}."
 
 
 def _build_parser() -> _Parser:
@@ -293,7 +295,7 @@ def keys_text(names: Sequence[str], config_dir: Path | None = None) -> str:
             words = {word for path in known for word in (path, path.rpartition(".")[2])}
             raise ConfigError(
                 f"--help: expected the name of a key, got {name!r}."
-                f"{did_you_mean(name, sorted(words))} tightfit run --settings lists all keys."
+                f"{did_you_mean(name, sorted(words))} `tightfit run --settings` lists all keys."
             )
         if name in GROUPS:
             lines += _files(name, config_dir)

@@ -41,76 +41,16 @@ from catalogue.cards import unknown_card
 from catalogue.entry import is_hub_id
 from catalogue.files import CONF, tightfit_home
 from catalogue.models import find
+from engine.asked.keywords import NOT_SUPPORTED
 from engine.asked.offload import OffloadWarning
 from engine.errors import ConfigError, closest, did_you_mean
-from engine.sealed import describe_type, key_types, without_null
+from engine.sealed import describe_type, key_types, unit_hint, without_null
+from harness.config.chosen import check_chosen
 from harness.config.command import key_of
 from harness.config.engine import check_settings
 from harness.config.launchers import BASIC, check_launcher
 from harness.config.schema import GROUPS, RunConfig
 from harness.config.source import SCHEME, Loader, TextSource, copied, keep_texts, quoted, split
-
-NAMED: Final = {
-    "offload": ("none", "uva", "prefetch", "experts"),
-    "kv": ("gpu",),
-    "system": ("native", "accelerate", "vllm", "http", "serve"),
-    "tracking": ("mlflow", "none"),
-}
-"""Options whose name says what a run is. kv=cpu is none: a size of 0 is a point of its sweeps."""
-
-
-def check_chosen(config: RunConfig, overrides: Sequence[str], *, in_sweep: bool = False) -> None:
-    """Raise ConfigError where settings make of an option that was typed what another one is.
-
-    Where no option was typed nothing is contradicted: offload.uva.cpu_offload_gb alone means
-    uva, kv.cpu_gib alone a host tier.
-    """
-    is_now = {
-        "offload": config.offload_name,
-        "kv": "cpu" if config.kv.has_host_tier else "gpu",
-        "system": config.system.kind,
-        "tracking": config.tracking.backend,
-    }
-    for item in overrides:
-        group, _, name = item.lstrip("+").partition("=")
-        if name not in NAMED.get(group, ()) or is_now[group] == name:
-            continue
-        settings = _settings(config, group, name)
-        given = " and ".join(f"{key}={value}" for key, (value, _) in settings.items())
-        undone = " ".join(f"{key}={value}" for key, (_, value) in settings.items())
-        typed = {key_of(text) for text in overrides}
-        is_typed = settings.keys() <= typed
-        other = "drop one" if is_typed else f"set {undone}"  # an experiment set it
-        if in_sweep and is_typed:
-            key, (value, off) = next(reversed(settings.items()))
-            other += f", or sweep {key}={off},{value} instead of {group}"
-        raise ConfigError(
-            f"{group}={name} conflicts with {given}. Use {group}={is_now[group]}, or {other}."
-        )
-
-
-def _settings(config: RunConfig, group: str, name: str) -> dict[str, tuple[str, str]]:
-    """Return what makes a group what it is: setting -> its value, and the one that undoes it."""
-    if group == "system":
-        return {"system.kind": (config.system.kind, name)}
-    if group == "tracking":
-        return {"tracking.backend": (config.tracking.backend, name)}
-    if group == "kv":
-        return {f"kv.{key}": (f"{size:g}", "0") for key, size in config.kv.sizes.items()}
-    if config.planner.choose:
-        return {"planner.choose": ("true", "false")}
-    asked = config.offload
-    if name != "none":
-        return {"offload.offload_backend": (asked.offload_backend, name)}
-    size, room = asked.prefetch.offload_group_size, asked.uva.cpu_offload_gb
-    slots = asked.experts.expert_slots
-    found = {
-        "offload.offload_backend": (asked.offload_backend, "auto"),
-        "offload.prefetch.offload_group_size": (str(size), "0"),
-        "offload.uva.cpu_offload_gb": (f"{room:g}", "0"),
-        "offload.experts.expert_slots": ("null" if slots is None else str(slots), "null"),
-    }
-    return {key: (value, undone) for key, (value, undone) in found.items() if value != undone}
 
 
 @functools.cache
@@ -145,13 +85,16 @@ def unknown_key(path: str) -> ConfigError:
         )
     known = list(_known())
     parent, _, last = path.rpartition(".")
+    if why := NOT_SUPPORTED.get(last, ((), ""))[1]:
+        return ConfigError(f"{path}: there is no such key: {why}")
     siblings = {name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent}
     # Of keys with the same last part the one nearest to the root, and in the same node if any.
     same = [name for name in known if name.rpartition(".")[2] == last]
+    same = [name for name in same if not name.startswith("model.spec.")] or same
     same.sort(key=lambda name: (not name.startswith(f"{parent}."), name.count(".")))
     if parent and siblings:
         inside = [name for name in same if name.startswith(f"{parent}.")]
-        found = inside or closest(last, siblings)
+        found = inside or closest(last, siblings) or same
         listed = f"Keys of {parent}: {', '.join(sorted(siblings))}."
         return ConfigError(f"{path}: there is no such key.{_hint(found)} {listed}")
     roots = list(dict.fromkeys([*GROUPS, *(name for name in known if "." not in name)]))
@@ -210,7 +153,7 @@ def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:
         words = r"Value ('.*') (?:of|is)|Invalid \w+ assigned: (\w+)|Cannot convert '(\w+)'"
         value = re.match(words, text)
         got = "null" if "is not Optional" in text else value and value[value.lastindex or 0]
-        end = f", got {got}." if got else f". {text}."
+        end = f", got {got}.{unit_hint(got.strip(chr(39)))}" if got else f". {text}."
         return ConfigError(f"{key}: expected {describe_type(hint)}{end}")
     return ConfigError(f"{key}: {text}." if key else f"{text}.")
 
@@ -311,7 +254,7 @@ def _elsewhere(value: str) -> str:
     if model.spec is not None:
         return f" That is +model={model.name}."
     return (
-        f" Another model of the hub: hf download {value} --local-dir FOLDER, then +model=local "
+        f" Another model of the hub: `hf download {value} --local-dir FOLDER`, then +model=local "
         "model.path=FOLDER."
     )
 

@@ -60,7 +60,7 @@ NODES: Final = (
 PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
     "accelerate": ("accelerate", f"Run: {install_extra('accelerate')}"),
     "vllm": ("vllm", "Install vLLM in this environment"),
-    "http": ("aiohttp", "Run: pip install aiohttp"),
+    "http": ("aiohttp", "Run: `pip install aiohttp`"),
 }
 """System -> what it imports, and what to do where that is absent."""
 WHY: Final[Mapping[str, str]] = {

@@ -92,7 +92,7 @@ def build_report(folder: Path) -> list[str]:
     The record is complete without it: a machine without the drawing packages, or a report that
     fails, costs no run.
     """
-    again = f"tightfit open {shlex.quote(str(folder))}"
+    again = f"`tightfit open {shlex.quote(str(folder))}`"
     try:
         done = subprocess.run(
             [*module_command("reports"), str(folder)],

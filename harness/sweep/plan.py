@@ -249,9 +249,9 @@ def _notes(found: Forecast) -> Iterator[str]:
 def _probed(found: Forecast) -> str:
     """Say how old a probe is, or how to make one where the card is here."""
     if found.probed is not None:
-        return f" (probed {found.probed.age()}; anew: tightfit run scenario=probe)"
+        return f" (probed {found.probed.age()}; anew: `tightfit run scenario=probe`)"
     is_here = found.facts.host_available_bytes < UNKNOWN_HOST_BYTES
-    return " (measure this machine's: tightfit run scenario=probe)" if is_here else ""
+    return " (measure this machine's: `tightfit run scenario=probe`)" if is_here else ""
 
 
 def _title(found: Forecast) -> str:

@@ -363,8 +363,8 @@ def _bindings(name: str) -> Any:
     except (ImportError, RuntimeError) as error:
         raise CudaError(
             f"cuda.bindings.{name}: expected the packages cuda-bindings and nvidia-cuda-nvrtc, "
-            f"which PyTorch for CUDA brings, got {error}. pip install cuda-bindings "
-            "nvidia-cuda-nvrtc."
+            f"which PyTorch for CUDA brings, got {error}. `pip install cuda-bindings "
+            "nvidia-cuda-nvrtc`."
         ) from error
     return module
 

@@ -225,8 +225,8 @@ def _no_drawing() -> str | None:
         import matplotlib  # noqa: F401  the figures' own package
     except ImportError as error:
         return (
-            f"This page has no figures: {error}. Install matplotlib, then python -m reports FOLDER "
-            "draws them."
+            f"This page has no figures: {error}. Install matplotlib, then `python -m reports "
+            "FOLDER` draws them."
         )
     return None
 

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from catalogue.terminal import columns
+from catalogue.terminal import CommandParser, UsageError, columns, say
 
 ROWS = [("point", "GiB", "folder"), ("gpu[red]:smile:", "1.5", "a b"), ("", "12.25", "")]
 LINES = [
@@ -62,3 +62,67 @@ def test_a_table_is_wrapped_by_words_to_80_columns_and_what_is_wider_follows_bel
         f"  {' '.join(['gpu=rtx4080_16gb'] * 4)}",
         "    gpu=rtx4080_16gb",
     ]
+
+
+REFUSED = (
+    "error: model olmo7b: expected its files, found none. Download them where the hub can be "
+    "reached: `tightfit models fetch olmo7b --config-dir '/a b/c'`. Then copy the folder here, "
+    "`ls` shows it."
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (
+            "",  # not set, and no terminal
+            [
+                "error: model olmo7b: expected its files, found none. Download them where the hub",
+                "can be reached:",
+                "  tightfit models fetch olmo7b --config-dir '/a b/c'",
+                "Then copy the folder here, `ls` shows it.",
+            ],
+        ),
+        (
+            "40",
+            [
+                "error: model olmo7b: expected its files,",
+                "found none. Download them where the hub",
+                "can be reached:",
+                "  tightfit models fetch olmo7b --config-dir '/a b/c'",
+                "Then copy the folder here, `ls` shows",
+                "it.",
+            ],
+        ),
+        ("400", [REFUSED]),
+    ],
+)
+def test_what_is_said_is_wrapped_by_words_and_commands_are_not(
+    width: str,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    say(REFUSED)
+    assert capsys.readouterr().err.splitlines() == lines
+    row = f"  one line that is indented: {'x ' * 60}"
+    say(f"short\n{row}")
+    assert capsys.readouterr().err == f"short\n{row}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["lst"], "of list, show, got 'lst'. Did you mean list? See `tool --help`."),
+        (["list", "--jsn"], "unknown argument --jsn. Did you mean --json? See `tool --help`."),
+        ([], "the following arguments are required: verb. See `tool --help`."),
+    ],
+)
+def test_a_command_line_is_refused_with_what_is_closest(typed: list[str], said: str) -> None:
+    parser = CommandParser(prog="tool")
+    parser.add_argument("verb", choices=("list", "show"))
+    parser.add_argument("--json", action="store_true")
+    with pytest.raises(UsageError) as error:
+        parser.parse_args(typed)
+    assert str(error.value).endswith(said)

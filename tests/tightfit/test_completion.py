@@ -67,7 +67,13 @@ def terminal(*command: str) -> Iterator[int]:
     """Run a shell in a terminal and yield the terminal's end for its user."""
     ours, its = pty.openpty()
     process = subprocess.Popen(
-        command, stdin=its, stdout=its, stderr=its, start_new_session=True, close_fds=True
+        command,
+        env=os.environ | {"COLUMNS": "80"},
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+        close_fds=True,
     )
     os.close(its)
     try:

@@ -75,7 +75,7 @@ def test_without_runs_latest_is_refused(
 ) -> None:
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
     assert main(["open"]) == 2
-    assert "found none. Start one: tightfit run" in capsys.readouterr().err
+    assert "found none. Start one: `tightfit run`." in capsys.readouterr().err
 
 
 def test_open_prints_the_page_and_shows_it_where_it_can(

@@ -69,7 +69,10 @@ def test_options_may_stand_anywhere() -> None:
         (["--multirn"], "unknown option --multirn. Did you mean --multirun?"),
         (["--model", "olmo7b"], "unknown option --model. A setting: model=VALUE. See"),
         (["--gpu=l4_24gb"], "unknown option --gpu=l4_24gb. A setting: gpu=l4_24gb. See"),
-        (["--nothing"], "unknown option --nothing. A setting: model=glass. See"),
+        (
+            ["--nothing"],
+            "unknown option --nothing. Settings are KEY=VALUE, such as model=glass. See",
+        ),
         (
             ["--cpu-offload-gb", "4"],
             "unknown option --cpu-offload-gb. A setting: offload.uva.cpu_offload_gb=VALUE. See",

@@ -1,0 +1,70 @@
+"""Options that were typed, against the settings beside them."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from engine.errors import ConfigError
+from harness.config.command import key_of
+from harness.config.schema import RunConfig
+
+NAMED: Final = {
+    "offload": ("none", "uva", "prefetch", "experts"),
+    "kv": ("gpu",),
+    "system": ("native", "accelerate", "vllm", "http", "serve"),
+    "tracking": ("mlflow", "none"),
+}
+"""Options whose name says what a run is. kv=cpu is none: a size of 0 is a point of its sweeps."""
+
+
+def check_chosen(config: RunConfig, overrides: Sequence[str], *, in_sweep: bool = False) -> None:
+    """Raise ConfigError where settings make of an option that was typed what another one is.
+
+    Where no option was typed nothing is contradicted: offload.uva.cpu_offload_gb alone means
+    uva, kv.cpu_gib alone a host tier.
+    """
+    is_now = {
+        "offload": config.offload_name,
+        "kv": "cpu" if config.kv.has_host_tier else "gpu",
+        "system": config.system.kind,
+        "tracking": config.tracking.backend,
+    }
+    for item in overrides:
+        group, _, name = item.lstrip("+").partition("=")
+        if name not in NAMED.get(group, ()) or is_now[group] == name:
+            continue
+        settings = _settings(config, group, name)
+        given = " and ".join(f"{key}={value}" for key, (value, _) in settings.items())
+        undone = " ".join(f"{key}={value}" for key, (_, value) in settings.items())
+        typed = {key_of(text) for text in overrides}
+        is_typed = settings.keys() <= typed
+        other = "drop one" if is_typed else f"set {undone}"  # an experiment set it
+        if in_sweep and is_typed:
+            key, (value, off) = next(reversed(settings.items()))
+            other += f", or sweep {key}={off},{value} instead of {group}"
+        raise ConfigError(
+            f"{group}={name} conflicts with {given}. Use {group}={is_now[group]}, or {other}."
+        )
+
+
+def _settings(config: RunConfig, group: str, name: str) -> dict[str, tuple[str, str]]:
+    """Return what makes a group what it is: setting -> its value, and the one that undoes it."""
+    if group == "system":
+        return {"system.kind": (config.system.kind, name)}
+    if group == "tracking":
+        return {"tracking.backend": (config.tracking.backend, name)}
+    if group == "kv":
+        return {f"kv.{key}": (f"{size:g}", "0") for key, size in config.kv.sizes.items()}
+    if config.planner.choose:
+        return {"planner.choose": ("true", "false")}
+    asked = config.offload
+    if name != "none":
+        return {"offload.offload_backend": (asked.offload_backend, name)}
+    size, room = asked.prefetch.offload_group_size, asked.uva.cpu_offload_gb
+    slots = asked.experts.expert_slots
+    found = {
+        "offload.offload_backend": (asked.offload_backend, "auto"),
+        "offload.prefetch.offload_group_size": (str(size), "0"),
+        "offload.uva.cpu_offload_gb": (f"{room:g}", "0"),
+        "offload.experts.expert_slots": ("null" if slots is None else str(slots), "null"),
+    }
+    return {key: (value, undone) for key, (value, undone) in found.items() if value != undone}
