@@ -52,8 +52,6 @@ def pytest_configure() -> None:
 
     Handlers that are ignored stay so in the harness and in its processes, which is meant.
     """
-    # Tests of messages find them whole; those of wrapping set another width.
-    os.environ["COLUMNS"] = "10000"
     # Without a handler, warnings would be written where tests read what a command wrote.
     logging.getLogger().addHandler(logging.NullHandler())
     # Torch and transformers leave a million objects that each pass would walk: a fifth of the time
@@ -67,6 +65,14 @@ def pytest_configure() -> None:
     for number, handler in defaults.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let tests find messages whole, in lines of any width; those of wrapping set another one."""
+    if session.config.pluginmanager.has_plugin("terminalreporter"):
+        writer = session.config.get_terminal_writer()
+        writer.fullwidth = writer.fullwidth  # pytest's own lines stay as wide as they are
+    os.environ["COLUMNS"] = "10000"
 
 
 @pytest.hookimpl(optionalhook=True)
