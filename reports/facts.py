@@ -97,16 +97,23 @@ def system_name(record: RunRecord) -> str:
 
 
 def offload_name(record: RunRecord) -> str | None:
-    """Return the backend that moves weights: none, uva, prefetch, or auto where it was chosen."""
-    planner = record.config.get("planner")
-    if isinstance(planner, Mapping) and planner.get("choose") is True:
+    """Return what places weights: none, a backend, swap_space, or auto where that was chosen."""
+    config = record.config
+    planner = config.get("planner")
+    planner = planner if isinstance(planner, Mapping) else {}
+    if planner.get("choose") is True:
         return "auto"
-    backend = dig_text(record.config, "offload.offload_backend")
-    if backend != "auto":
+    backend = dig_text(config, "offload.offload_backend")
+    is_sized = "cpu_offload_gb" in (planner.get("auto_fields") or ())
+    if backend != "auto" and not is_sized:
         return backend
-    if dig_number(record.config, "offload.prefetch.offload_group_size"):
-        return "prefetch"
-    return "uva" if dig_number(record.config, "offload.uva.cpu_offload_gb") else "none"
+    sizes = {
+        "prefetch": dig_number(config, "offload.prefetch.offload_group_size"),
+        "uva": is_sized or dig_number(config, "offload.uva.cpu_offload_gb"),
+        "experts": dig_number(config, "offload.experts.expert_slots"),
+        "swap_space": dig_number(config, "kv.swap_space"),
+    }
+    return next((name for name, size in sizes.items() if size), "none")
 
 
 def budget_title(record: RunRecord) -> str | None:

@@ -205,7 +205,7 @@ def _offload(word: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     if word == "none":
         engine, _ = _settings()
         is_set = (
-            name in engine and engine[name].path.startswith("offload.") and value
+            name in engine and engine[name].path.startswith(("offload.", "kv.swap_space")) and value
             for name, value in keywords.items()
         )
         if name := next((name for name, given in zip(keywords, is_set, strict=True) if given), ""):

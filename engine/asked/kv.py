@@ -72,6 +72,10 @@ class KVConfig(Sealed):
         """Whether KV blocks may live in host memory."""
         return any(self.sizes.values())
 
+    def for_blocks_alone(self) -> "KVConfig":
+        """Return the same with what swap_space holds given to KV blocks alone."""
+        return replace(self, swap_space=0.0, cpu_gib=self.swap_space) if self.swap_space else self
+
     def without_host_tier(self) -> "KVConfig":
         """Return the same with all KV blocks on the GPU."""
         return replace(self, num_cpu_blocks=None, cpu_gib=None, swap_space=0.0, pin_limit_gib=None)

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from engine.asked.config import EngineConfig, PlannerConfig
+from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
 from engine.lines import LABEL, WIDTH, by_words, labelled, wrapped
@@ -57,6 +58,12 @@ LOOKAHEADS: Final = (2, 1)
 
 Planned = Callable[[EngineConfig], MemoryPlan | None]
 """Plans another configuration of the same model and machine; None: it does not fit."""
+
+
+def no_offload(kv: KVConfig) -> tuple[str, ...]:
+    """Return how to ask for every weight on the GPU; kv.swap_space would take some."""
+    size = f"{kv.swap_space:.12g}"
+    return ("offload=none", *(("kv.swap_space=0", f"kv.cpu_gib={size}") if kv.swap_space else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +398,7 @@ def rounded_rows(asked: Asked, planned: Planned, context: int | None) -> list[Ro
     if is_set or spec.quantization or asked.reference:
         return []
     model = replace(config.model, quantize="int4", keep_lossless=False)
-    offload = () if config.offload.backend == "none" else ("offload=none",)
+    offload = () if config.offload.backend == "none" else no_offload(config.kv)
     rounded = replace(config, model=model, offload=OffloadConfig())
     plan = planned(rounded)
     if plan is None or off_gpu_bytes(plan):
@@ -441,6 +448,8 @@ def _fit_text(asked: Asked, plan: MemoryPlan) -> str:
     now, config = Way(settings=(), asked=asked, plan=plan), asked.config
     backend = "auto" if config.planner.choose else config.offload.backend
     how = "" if backend == "none" else f" with offload={backend}"
+    if plan.swap_weights_bytes:
+        how = f" with kv.swap_space={config.kv.swap_space:g}"
     at = f" at {plan.max_model_len:,} tokens" if now.reads_kv_in_place else ""
     if config.planner.objective == "throughput":
         at = f" for a queue of {QUEUE_REQUESTS} requests"
@@ -507,7 +516,8 @@ def _resident_way(asked: Asked) -> Way | None:
     """Return everything on the GPU, in formats as set; None: no room."""
     bare = with_offload(asked, OffloadConfig())
     plan = build_plan(bare, assign_resident(asked.spec))
-    return Way(settings=("offload=none",), asked=bare, plan=plan) if plan_fits(plan) else None
+    settings = no_offload(asked.config.kv)
+    return Way(settings=settings, asked=bare, plan=plan) if plan_fits(plan) else None
 
 
 def _lossless_way(asked: Asked) -> Way | None:
@@ -517,7 +527,7 @@ def _lossless_way(asked: Asked) -> Way | None:
         return None
     engine = replace(asked.config.engine, weight_format="lossless")
     config = replace(asked.config, engine=engine, offload=OffloadConfig())
-    none = () if offload.backend == "none" else ("offload=none",)
+    none = () if offload.backend == "none" else no_offload(asked.config.kv)
     coded = in_codes(replace(asked, config=replace(asked.config, offload=OffloadConfig())))
     assert coded is not None
     return Way(settings=(*none, LOSSLESS_WORDS), asked=replace(coded, config=config), plan=plan)
@@ -581,7 +591,8 @@ def least_uva(asked: Asked) -> Way | None:
         words.append("offload.uva.cpu_offload_params=[]")
     wanted = replace(asked, config=found)
     plan = build_plan(wanted, assign(asked.spec, found.offload, asked.formats))
-    return Way(settings=tuple(words) or ("offload=none",), asked=wanted, plan=plan)
+    settings = tuple(words) or no_offload(asked.config.kv)
+    return Way(settings=settings, asked=wanted, plan=plan)
 
 
 def least_prefetch(asked: Asked) -> Way | None:

@@ -26,7 +26,14 @@ from engine.plan.advise import (
     with_default_length,
     with_least_swap_space,
 )
-from engine.plan.answer import Answer, Planned, ShortageError, answer_of, explained
+from engine.plan.answer import (
+    Answer,
+    Planned,
+    ShortageError,
+    answer_of,
+    explained,
+    no_offload,
+)
 from engine.plan.cards import DeviceFacts
 from engine.plan.choose import NOTHING, Chooser
 from engine.plan.host_times import predict_host_kv, with_rates
@@ -501,7 +508,8 @@ def _not_needed(asked: Asked, plan: MemoryPlan) -> list[str]:
     )
     return [
         f"offload={asked.config.offload.backend} is not needed: everything fits the GPU budget of "
-        f"{plan.gpu_budget_bytes / GIB:.2f} GiB. {cost} Set offload=none."
+        f"{plan.gpu_budget_bytes / GIB:.2f} GiB. {cost} Set "
+        f"{' '.join(no_offload(asked.config.kv))}."
     ]
 
 
@@ -517,7 +525,7 @@ def _not_needed_in_codes(asked: Asked, plan: MemoryPlan) -> list[str]:
         f"fits the GPU budget of {plan.gpu_budget_bytes / GIB:.2f} GiB in 12-bit codes, and the "
         f"tokens are the same. Each decode step takes about {with_ms - without_ms:.3g} ms more "
         f"than {without_ms:.3g} ms at batch 1 (predicted; {asked.rates.source}). Set "
-        f"offload=none {LOSSLESS_WORDS}."
+        f"{' '.join((*no_offload(asked.config.kv), LOSSLESS_WORDS))}."
     ]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine.errors import ConfigError
+from engine.sealed import yaml_text
 from harness.config.command import key_of
 from harness.config.schema import RunConfig
 
@@ -41,9 +42,10 @@ def check_chosen(config: RunConfig, overrides: Sequence[str], *, in_sweep: bool 
         if in_sweep and is_typed:
             key, (value, off) = next(reversed(settings.items()))
             other += f", or sweep {key}={off},{value} instead of {group}"
-        raise ConfigError(
-            f"{group}={name} conflicts with {given}. Use {group}={is_now[group]}, or {other}."
-        )
+        use = f"{group}={is_now[group]}"
+        if is_now[group] == "swap_space":
+            use = f"kv.cpu_gib={config.kv.swap_space:g}, which holds KV blocks and no weights"
+        raise ConfigError(f"{group}={name} conflicts with {given}. Use {use}, or {other}.")
 
 
 def _settings(config: RunConfig, group: str, name: str) -> dict[str, tuple[str, str]]:
@@ -67,4 +69,8 @@ def _settings(config: RunConfig, group: str, name: str) -> dict[str, tuple[str, 
         "offload.uva.cpu_offload_gb": (f"{room:g}", "0"),
         "offload.experts.expert_slots": ("null" if slots is None else str(slots), "null"),
     }
+    if config.planner.auto_fields:
+        found["planner.auto_fields"] = (yaml_text(list(config.planner.auto_fields)), "[]")
+    if config.offload_name == "swap_space":
+        found["kv.swap_space"] = (f"{config.kv.swap_space:g}", "0")
     return {key: (value, undone) for key, (value, undone) in found.items() if value != undone}

@@ -639,8 +639,16 @@ class RunConfig(Sealed):
 
     @property
     def offload_name(self) -> str:
-        """What reports call the offload: none, uva, prefetch, or auto where it is chosen."""
-        return "auto" if self.planner.choose else self.offload.backend
+        """What reports call the offload: what places weights, or auto where that is chosen.
+
+        swap_space: kv.swap_space takes those that do not fit the GPU.
+        """
+        if self.planner.choose:
+            return "auto"
+        if "cpu_offload_gb" in self.planner.auto_fields:
+            return "uva"
+        backend = self.offload.backend
+        return "swap_space" if backend == "none" and self.kv.swap_space else backend
 
     def length_limits(self) -> dict[str, int]:
         """Return the known bounds of prompt plus output in tokens, by what sets them."""

@@ -21,6 +21,7 @@ from engine.plan.answer import (
     Answer,
     least_prefetch,
     least_uva,
+    no_offload,
     objective_settings,
     prefetch_way,
 )
@@ -301,20 +302,13 @@ def _rows(point: Forecast) -> Iterator[Row]:
     base, scenario = point.base, point.config.scenario
     keeps_length = base.planner.objective == "context" and base.planner.auto_fields
     auto = replace(base.planner, choose=True, auto_fields=["max_model_len"] if keeps_length else [])
-    bare = replace(base, offload=OffloadConfig(), planner=PlannerConfig())
-    none = _row(point, "none", ("offload=none",), bare)
-    if base.offload.backend != "none" or base.planner.auto_fields:
-        yield _row(point, f"{_backend(base)} (as set)", (), base)
+    kv = base.kv.for_blocks_alone()
+    bare = replace(base, offload=OffloadConfig(), planner=PlannerConfig(), kv=kv)
+    none = _row(point, "none", no_offload(base.kv), bare)
+    if point.config.offload_name not in {"none", "auto"} or base.planner.auto_fields:
+        yield _row(point, f"{point.config.offload_name} (as set)", (), base)
     yield none
-    if in_codes(asked_of(bare, point.spec, point.facts)) is not None:
-        overrides = ("offload=none", "engine.weight_format=lossless")
-        engine = replace(bare.engine, weight_format="lossless")
-        yield _row(point, LOSSLESS, overrides, replace(bare, engine=engine))
-    is_open = base.engine.weight_format is None and base.model.quantize is None
-    if is_open and not (none.fits or point.spec.quantization):
-        model = replace(base.model, quantize="int4")
-        overrides = ("offload=none", "model.quantize=int4")
-        yield _row(point, ROUNDED, overrides, replace(bare, model=model))
+    yield from _smaller_rows(point, bare, fits=none.fits)
     if base.offload.backend != "uva":
         yield _uva_row(point, bare, fits=none.fits)
     if base.offload.backend != "prefetch":
@@ -340,11 +334,21 @@ def _rows(point: Forecast) -> Iterator[Row]:
         yield _row(point, WITHOUT_HOST_KV, names, config)
 
 
-def _backend(base: EngineConfig) -> str:
-    """Return what an offload that is set is called."""
-    if base.planner.choose:
-        return "auto"
-    return "uva" if "cpu_offload_gb" in base.planner.auto_fields else base.offload.backend
+def _smaller_rows(point: Forecast, bare: EngineConfig, *, fits: bool) -> Iterator[Row]:
+    """Yield rows of smaller weights without a backend, kv.swap_space as it is set."""
+    base = point.base
+    typed = no_offload(base.kv)
+    if point.config.offload_name == "swap_space":
+        bare, typed = replace(bare, kv=base.kv), ()
+    if in_codes(asked_of(bare, point.spec, point.facts)) is not None:
+        engine = replace(bare.engine, weight_format="lossless")
+        overrides = (*typed, "engine.weight_format=lossless")
+        yield _row(point, LOSSLESS, overrides, replace(bare, engine=engine))
+    is_open = base.engine.weight_format is None and base.model.quantize is None
+    if is_open and not (fits or point.spec.quantization):
+        model = replace(base.model, quantize="int4")
+        overrides = (*typed, "model.quantize=int4")
+        yield _row(point, ROUNDED, overrides, replace(bare, model=model))
 
 
 def _auto_overrides(planner: PlannerConfig) -> tuple[str, ...]:

@@ -28,6 +28,17 @@ def composer() -> Composer:
             "offload=none offload.prefetch.offload_group_size=8",
             ["Use offload=prefetch, or drop one."],
         ),
+        (
+            "offload=none kv.swap_space=4",
+            [
+                "offload=none conflicts with kv.swap_space=4. Use kv.cpu_gib=4, which holds KV "
+                "blocks and no weights, or drop one."
+            ],
+        ),
+        (
+            "offload=none planner.auto_fields=[cpu_offload_gb]",
+            ["conflicts with planner.auto_fields=[cpu_offload_gb]. Use offload=uva, or drop one."],
+        ),
         ("offload=none planner.choose=true", ["Use offload=auto, or drop one."]),
         (
             "offload=uva offload.offload_backend=auto offload.prefetch.offload_group_size=4",
@@ -76,6 +87,11 @@ def test_settings_that_make_another_option_of_it_are_refused(
         ("offload.uva.cpu_offload_gb=8", "uva", False),
         ("offload.prefetch.offload_group_size=8", "prefetch", False),
         ("kv.cpu_gib=4", "none", True),
+        ("planner.auto_fields=[cpu_offload_gb]", "uva", False),
+        ("offload=none planner.auto_fields=[max_model_len]", "none", False),
+        ("kv.swap_space=4", "swap_space", True),
+        ("offload=uva kv.swap_space=4", "uva", True),
+        ("offload=none kv.swap_space=0", "none", False),
         ("kv=cpu kv.cpu_gib=0", "none", False),
         ("kv=gpu kv.cpu_gib=0 offload=none", "none", False),
         ("offload=auto planner.choose=false offload.uva.cpu_offload_gb=8", "uva", False),

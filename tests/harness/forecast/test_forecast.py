@@ -310,14 +310,26 @@ def test_swap_space_that_moves_weights_is_held_against_auto(composer: Composer) 
         "kv.swap_space=12",
         "engine.max_model_len=32768",
     )
-    none, auto = found.rows[0], found.rows[3]
-    assert none.plan is not None
-    assert none.plan.offloaded_layers
-    assert none.predicted["decode_step_ms"] > auto.predicted["decode_step_ms"]
-    [on_gpu] = [row for row in found.rows if row.label == "kv=gpu, auto"]
+    rows = {row.label: row for row in found.rows}
+    moved, auto = rows["swap_space (as set)"], rows["auto"]
+    assert found.as_set is moved
+    assert moved.plan is not None
+    assert moved.plan.offloaded_layers
+    assert moved.predicted["decode_step_ms"] > auto.predicted["decode_step_ms"]
+    assert not rows["none"].fits  # offload=none leaves every weight on the GPU
+    assert rows["none"].overrides == ("offload=none", "kv.swap_space=0", "kv.cpu_gib=12")
     assert found.recommended is auto
-    longest = [row.predicted["decode_step_long_ms"] for row in (auto, on_gpu, none)]
-    assert longest == sorted(longest)
+    assert "fits rtx3060_12gb with kv.swap_space=12: " in said(found)
+
+
+def test_what_is_said_beside_swap_space_can_be_typed(composer: Composer) -> None:
+    typed = ("+model=smollm2_135m", "gpu=rtx4080_16gb", "offload=uva", "kv.swap_space=4")
+    found = found_of(composer, *typed)
+    assert found.best is not None
+    words = found.command_with(found.best["settings"]).split()[2:]
+    [point] = composer.plan(words).points
+    assert point.config.offload_name == "none"
+    assert point.config.kv.sizes == {"cpu_gib": 4.0}
 
 
 def test_what_a_run_would_warn_of_is_said(composer: Composer) -> None:

@@ -168,6 +168,18 @@ def test_offload_name(name):
     assert facts.offload_name(ok_record(config=chosen)) == name
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"kv": {"swap_space": 4.0}}, "swap_space"),
+        ({"offload": {"offload_backend": "auto", "experts": {"expert_slots": 8}}}, "experts"),
+        ({"planner": {"auto_fields": ["cpu_offload_gb"]}}, "uva"),
+    ],
+)
+def test_what_places_weights_without_a_backend_is_named(settings, name):
+    assert facts.offload_name(ok_record(config=config("none") | settings)) == name
+
+
 def test_link_bound():
     record = ok_record()
     assert facts.link_bound_ms(record) == pytest.approx(8.01 * 2**30 / 55.5e9 * 1e3, rel=1e-6)
