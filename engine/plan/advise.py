@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from engine.asked.config import EngineConfig
+from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
 from engine.plan.choose import Chooser
@@ -55,6 +56,12 @@ def least(low: int, high: int, is_good: Callable[[int], bool]) -> int | None:
         return None
     bad = greatest(low, high, lambda number: not is_good(number))
     return low if bad is None else bad + 1
+
+
+def no_offload(kv: KVConfig) -> tuple[str, ...]:
+    """Return how to ask for every weight on the GPU; kv.swap_space would take some."""
+    size = f"{kv.swap_space:.12g}"
+    return ("offload=none", *(("kv.swap_space=0", f"kv.cpu_gib={size}") if kv.swap_space else ()))
 
 
 def changed(asked: Asked, section: str, **values: Any) -> Asked:

@@ -11,7 +11,6 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from engine.asked.config import EngineConfig, PlannerConfig
-from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
 from engine.lines import LABEL, WIDTH, by_words, labelled, wrapped
@@ -24,6 +23,7 @@ from engine.plan.advise import (
     greatest,
     least,
     lossless_resident,
+    no_offload,
     off_gpu_bytes,
     plan_as_set,
     roomy_card_gib,
@@ -58,12 +58,6 @@ LOOKAHEADS: Final = (2, 1)
 
 Planned = Callable[[EngineConfig], MemoryPlan | None]
 """Plans another configuration of the same model and machine; None: it does not fit."""
-
-
-def no_offload(kv: KVConfig) -> tuple[str, ...]:
-    """Return how to ask for every weight on the GPU; kv.swap_space would take some."""
-    size = f"{kv.swap_space:.12g}"
-    return ("offload=none", *(("kv.swap_space=0", f"kv.cpu_gib={size}") if kv.swap_space else ()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,20 +20,14 @@ from engine.plan.advise import (
     choose_fields,
     gib,
     lossless_resident,
+    no_offload,
     short_step_s,
     spread_that_fits,
     waste_notes,
     with_default_length,
     with_least_swap_space,
 )
-from engine.plan.answer import (
-    Answer,
-    Planned,
-    ShortageError,
-    answer_of,
-    explained,
-    no_offload,
-)
+from engine.plan.answer import Answer, Planned, ShortageError, answer_of, explained
 from engine.plan.cards import DeviceFacts
 from engine.plan.choose import NOTHING, Chooser
 from engine.plan.host_times import predict_host_kv, with_rates

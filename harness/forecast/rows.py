@@ -14,14 +14,13 @@ from engine.device.machine import cpu_facts, has_gpu, machine_of
 from engine.errors import CapacityError
 from engine.model.facts import read_unpackable
 from engine.model.spec import ModelSpec
-from engine.plan.advise import off_gpu_bytes
+from engine.plan.advise import no_offload, off_gpu_bytes
 from engine.plan.answer import (
     GROUP,
     LOOKAHEADS,
     Answer,
     least_prefetch,
     least_uva,
-    no_offload,
     objective_settings,
     prefetch_way,
 )
