@@ -25,6 +25,8 @@ _SCALES: Final = {
 _ARRAYS: Final = ("zero", "low", "subscale", "sublow")
 _WHOLE_GROUP: Final = 64
 """Columns of a step: groups of more have one scale in it."""
+_LINE_BYTES: Final = 128
+"""Of memory; copies start where lines do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,16 @@ class Loader:
     Attributes:
         expression: its name, with its template arguments.
         tile_bytes: what it copies for 16 rows and 64 inputs, a multiple of 16.
-        steps: of 64 inputs, which are multiplied between two waits at least where tokens are at
-            most 16.
+        steps: the most of 64 inputs that are multiplied between two waits.
     """
 
     expression: str
     tile_bytes: int
     steps: int = 1
+
+    def chunk_bytes(self, tiles: int) -> int:
+        """Return the shared memory of so many tiles that are copied at a time, in whole lines."""
+        return -(-tiles * self.tile_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
 PLAIN: Final = Loader("Plain", 2048)
@@ -55,18 +60,20 @@ def quantised(
     Args:
         kind: of values.
         scale_dtype: of scales.
-        group: columns of one.
+        group: columns of one; 0: all, which have no subscale.
         subgroup: columns of a subscale.
         has: which of zero, low, subscale and sublow there are, and whether there is an offset.
     """
     (values, num_bytes), (scales, size) = _VALUES[kind], _SCALES[scale_dtype]
     flags = [name for name in (*_ARRAYS, "offset") if name in has]
     groups, subgroups = min(group, _WHOLE_GROUP), min(subgroup, _WHOLE_GROUP)
-    spans, subspans = 16 * _WHOLE_GROUP // groups, 16 * _WHOLE_GROUP // subgroups
+    spans = 16 * _WHOLE_GROUP // groups if groups else 0
+    subspans = 16 * _WHOLE_GROUP // subgroups
     sizes = {"zero": spans, "low": spans * size, "subscale": subspans, "sublow": subspans}
     num_bytes += spans * size + sum(sizes[name] for name in _ARRAYS if name in has)
     names = " | ".join(name.upper() for name in flags) or "0"
-    return Loader(f"Quantised<{values}, {scales}, {groups}, {subgroups}, {names}>", num_bytes, 2)
+    expression = f"Quantised<{values}, {scales}, {groups}, {subgroups}, {names}>"
+    return Loader(expression, num_bytes, 2 if kind in {"uint8", "float8_e4m3fn"} else 4)
 
 
 def loader_of(weight: Quantised) -> Loader:
@@ -80,7 +87,9 @@ def loader_of(weight: Quantised) -> Loader:
         has = frozenset(name for name in _ARRAYS if getattr(weight, name) is not None)
         if weight.offset and weight.zero is None:
             has |= {"offset"}
-        found = quantised(weight.kind, weight.scale.dtype, weight.group, weight.subgroup, has)
+        is_of_rows = weight.group == weight.num_columns and weight.subscale is None
+        group = 0 if is_of_rows else weight.group
+        found = quantised(weight.kind, weight.scale.dtype, group, weight.subgroup, has)
         weight.launches["loader"] = found
     return found
 

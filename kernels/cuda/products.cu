@@ -87,6 +87,11 @@ __device__ __forceinline__ u32 load4(u32 at) {
   return v;
 }
 
+// The same of global memory.
+__device__ __forceinline__ u32 load2(const u8* at) { return __ldcg((const u16*)at); }
+__device__ __forceinline__ u32 load4(const u8* at) { return __ldcg((const u32*)at); }
+__device__ __forceinline__ uint2 load8(const u8* at) { return __ldcg((const uint2*)at); }
+
 __device__ __forceinline__ uint2 load8(u32 at) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
@@ -247,8 +252,17 @@ constexpr u32 EXPONENT = 0x00800080u;  // 1 in the exponents of both halves
 // ---- The weights of one warp: tiles of 16 rows x 64 inputs, copied ahead into shared memory
 //
 // `copy` copies the step that is `ahead` steps further, `advance` goes on by so many; `load` gives the registers of two
-// products, 32 inputs, and is called for half 0 of a step before half 1. STEPS: the most that are multiplied between
-// two waits. Beside<R, STEPS, STRIDE> copies what R tiles have beside that, of STEPS steps, each STRIDE behind the last.
+// products, 32 inputs, and is called for half 0 of a step before half 1. Beside<R, STEPS, STRIDE> copies what R tiles have
+// beside that, of STEPS steps, each STRIDE behind the last.
+//
+// What is copied at a time lies together: values of tiles, then what they have beside them, filled up to whole lines. A
+// copy that lies otherwise in shared memory than in its line is two requests, which halves what a link carries.
+
+constexpr int LINE_BYTES = 128;
+
+template <class Weight> __device__ constexpr int chunk_bytes(int tiles) {
+  return (tiles * (Weight::BYTES + Weight::BESIDE_BYTES) + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+}
 
 template <int R, int STEPS, int STRIDE> struct Nothing {
   template <class TileOf> __device__ __forceinline__ void start(const Args& a, int steps, int step, int lane, TileOf tile_of) {}
@@ -257,7 +271,7 @@ template <int R, int STEPS, int STRIDE> struct Nothing {
 
 struct Plain {
   static constexpr bool IS_RESTORED = false;
-  static constexpr int BYTES = 2048, STEPS = 1;
+  static constexpr int BYTES = 2048, BESIDE_BYTES = 0;
   template <int R, int STEPS, int STRIDE> using Beside = Nothing<R, STEPS, STRIDE>;
   const u8* from;
 
@@ -273,7 +287,7 @@ struct Plain {
   __device__ __forceinline__ void advance(int steps) { from += steps * 128; }
   __device__ __forceinline__ void settle() { ::settle(from); }
 
-  __device__ __forceinline__ void load(u32 at, int half, int lane, u32* w0, u32* w1) {
+  __device__ __forceinline__ void load(u32 at, u32 beside, int half, int lane, u32* w0, u32* w1) {
     load_matrices(w0, at + swizzled(lane & 15, half * 4 + (lane >> 4)));
     load_matrices(w1, at + swizzled(lane & 15, half * 4 + 2 + (lane >> 4)));
   }
@@ -281,7 +295,7 @@ struct Plain {
 
 struct Codes {
   static constexpr bool IS_RESTORED = true;
-  static constexpr int BYTES = 1536, STEPS = 1;
+  static constexpr int BYTES = 1536, BESIDE_BYTES = 0;
   template <int R, int STEPS, int STRIDE> using Beside = Nothing<R, STEPS, STRIDE>;
   const u8* from;
   const u8* from_codes;
@@ -310,7 +324,7 @@ struct Codes {
 
   __device__ __forceinline__ void settle() { ::settle(from), ::settle(from_codes); }
 
-  __device__ __forceinline__ void load(u32 at, int half, int lane, u32* w0, u32* w1) {
+  __device__ __forceinline__ void load(u32 at, u32 beside, int half, int lane, u32* w0, u32* w1) {
     const uint4 bytes = load16(at + half * 512 + lane * 16);
     const uint2 codes = load8(at + 1024 + lane * 16 + half * 8);
     restore8(bytes.x, bytes.y, codes.x, low_row, high_row, table, w0);
@@ -323,20 +337,21 @@ enum { IN_FLOAT16, IN_BFLOAT16, IN_FLOAT32 };              // SCALES
 enum { ZERO = 1, LOW = 2, SUBSCALE = 4, SUBLOW = 8, OFFSET = 16 };  // HAS
 constexpr u32 EVERY_STEP = 0x80000000u;
 
-// GROUP, SUBGROUP: columns of a scale and of a subscale; 64 where they are a multiple of it. A step is its values, and
-// what belongs to their groups. Letters are those of kernels.arguments.Quantised.
+// GROUP, SUBGROUP: columns of a scale and of a subscale; 64 where they are a multiple of it, 0 where a scale is that of all
+// columns, which is then read once. A step is its values, and what belongs to their groups. Letters are those of kernels.arguments.Quantised.
 //
 // A weight has the bits of float32 products rounded once. Where IN_PAIRS, two are computed at a time in 16 bits, in which
 // the value less its zero is exact, and the result is rounded once: its product with the scale is exact in float32 too.
 template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quantised {
   static constexpr bool IS_RESTORED = true, IN_BYTES = VALUES == UINT8 || VALUES == FLOAT8;
-  static constexpr int VALUE_BYTES = IN_BYTES ? 1024 : 512;
+  static constexpr int BYTES = IN_BYTES ? 1024 : 512;  // of values; what lies beside them:
   static constexpr int HIGH_BYTES = VALUES == UINT5 ? 128 : VALUES == UINT6 ? 256 : 0;
-  static constexpr int SPAN_BYTES = 64 / GROUP * 16, SCALE_BYTES = SPAN_BYTES * (SCALES == IN_FLOAT32 ? 4 : 2), SUBSPAN_BYTES = 64 / SUBGROUP * 16;
-  static constexpr int AT_SCALE = VALUE_BYTES + HIGH_BYTES, AT_ZERO = AT_SCALE + SCALE_BYTES, AT_LOW = AT_ZERO + (HAS & ZERO ? SPAN_BYTES : 0);
+  static constexpr bool IN_ROWS = GROUP == 0;
+  static constexpr int COLUMNS = IN_ROWS ? 64 : GROUP, SPAN_BYTES = IN_ROWS ? 0 : 64 / GROUP * 16, SCALE_BYTES = SPAN_BYTES * (SCALES == IN_FLOAT32 ? 4 : 2), SUBSPAN_BYTES = 64 / SUBGROUP * 16;
+  static constexpr int AT_SCALE = HIGH_BYTES, AT_ZERO = AT_SCALE + SCALE_BYTES, AT_LOW = AT_ZERO + (HAS & ZERO ? SPAN_BYTES : 0);
   static constexpr int AT_SUBSCALE = AT_LOW + (HAS & LOW ? SCALE_BYTES : 0), AT_SUBLOW = AT_SUBSCALE + (HAS & SUBSCALE ? SUBSPAN_BYTES : 0);
-  static constexpr int BYTES = AT_SUBLOW + (HAS & SUBLOW ? SUBSPAN_BYTES : 0);
-  static constexpr int STEPS = IN_BYTES ? 2 : 4, PIECES = (BYTES - VALUE_BYTES) / 16;
+  static constexpr int BESIDE_BYTES = AT_SUBLOW + (HAS & SUBLOW ? SUBSPAN_BYTES : 0);
+  static constexpr int PIECES = BESIDE_BYTES / 16;
   static constexpr bool IS_EXACT = SCALES != IN_FLOAT32 && (VALUES != UINT8 || SCALES == IN_BFLOAT16 || !(HAS & SUBSCALE));
 #ifdef HALF
   static constexpr bool IN_PAIRS = SCALES == IN_FLOAT16 && VALUES != TABLE4 && !(HAS & (LOW | SUBSCALE)), IN_BF16 = false;
@@ -348,41 +363,48 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
   static constexpr bool IS_SMALL = VALUES <= UINT6 && !IN_PAIRS && !(HAS & (ZERO | OFFSET));
   // Products of two scales: a lane computes that of one row in each PART of a step's columns, for those that have the row.
   static constexpr bool IS_SHARED = HAS & SUBSCALE;
-  static constexpr int PART = GROUP < SUBGROUP ? GROUP : SUBGROUP, FACTORS = 1024 / PART, FACTOR_BYTES = HAS & LOW ? 8 : 4;
+  static constexpr int PART = COLUMNS < SUBGROUP ? COLUMNS : SUBGROUP, FACTORS = 1024 / PART, FACTOR_BYTES = HAS & LOW ? 8 : 4;
   const u8* from;
   u32 raw[4], high[2];                           // of a lane
-  u32 zeros[2], more_zeros[2];                   // of its rows g and g + 8, each twice
+  u32 zeros, more_zeros;                         // of its rows g and g + 8
   u32 scales[2], more_scales[2];                 // where IN_PAIRS, else:
   float scale[2], low[2];
   float number;
 
   __device__ __forceinline__ void start(const Args& a, int tile, int steps, int step, int lane) {
-    from = a.values + ((size_t)tile * steps + step) * VALUE_BYTES + lane * 16;
+    from = a.values + ((size_t)tile * steps + step) * BYTES + lane * 16;
     if (VALUES == TABLE4) number = a.numbers[lane & 15];
     else if (VALUES != FLOAT8 && !(HAS & ZERO)) set_zeros(a.offset * 0x0101u);
+    if (IN_ROWS) {
+      const int row = tile * 16 + (lane >> 2) * 2;
+      set_groups(a.scale + (size_t)row * (SCALES == IN_FLOAT32 ? 4 : 2), a.low + (size_t)row * (SCALES == IN_FLOAT32 ? 4 : 2), a.zero + row);
+    }
   }
 
   __device__ __forceinline__ void copy(const Args& a, u32 to, int ahead, int lane) const {
-    copy16(to + lane * 16, from + ahead * VALUE_BYTES);
-    if (IN_BYTES) copy16(to + 512 + lane * 16, from + ahead * VALUE_BYTES + 512);
+    copy16(to + lane * 16, from + ahead * BYTES);
+    if (IN_BYTES) copy16(to + 512 + lane * 16, from + ahead * BYTES + 512);
   }
 
-  __device__ __forceinline__ void advance(int steps) { from += steps * VALUE_BYTES; }
-  __device__ __forceinline__ void settle() { ::settle(from); }
+  __device__ __forceinline__ void advance(int steps) { from += steps * BYTES; }
+  __device__ __forceinline__ void settle() {
+    ::settle(from);
+    if (IN_ROWS) asm volatile("" : "+r"(zeros), "+r"(scales[0]), "+r"(scales[1]));
+  }
 
   // What R tiles have beside the values in steps that lie one after the other, 16 bytes a lane.
   template <int R, int STEPS, int STRIDE> struct Beside {
-    static constexpr int PASSES = (STEPS * R * PIECES + 31) / 32;
-    const u8* from[PASSES];
-    u32 unit[PASSES], inverse[PASSES], place[PASSES], step[PASSES], end;
+    static constexpr int PASSES = (STEPS * R * PIECES + 31) / 32, KEPT = PASSES ? PASSES : 1;
+    const u8* from[KEPT];
+    u32 unit[KEPT], inverse[KEPT], place[KEPT], step[KEPT], end;
 
     template <class TileOf> __device__ __forceinline__ void start(const Args& a, int steps, int first, int lane, TileOf tile_of) {
       end = steps;
 #pragma unroll
       for (int p = 0; p < PASSES; p++) {
-        const int piece = p * 32 + lane, r = piece / PIECES, at = VALUE_BYTES + piece % PIECES * 16;
+        const int piece = p * 32 + lane, r = piece / PIECES, at = piece % PIECES * 16;
         const size_t tile = tile_of(r % R);
-        place[p] = r * BYTES + at;
+        place[p] = STEPS * R * BYTES + r * BESIDE_BYTES + at;
         step[p] = r < STEPS * R ? first + r / R * STRIDE : 0x40000000;
         auto of = [&](const u8* array, int begin, int bytes, int units, u32 over) {
           if (at < begin) return;
@@ -390,7 +412,7 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
           unit[p] = bytes;
           inverse[p] = over;
         };
-        of(HIGH_BYTES ? a.high : a.scale, VALUE_BYTES, HIGH_BYTES, steps, EVERY_STEP);
+        of(HIGH_BYTES ? a.high : a.scale, 0, HIGH_BYTES, steps, EVERY_STEP);
         of(a.scale, AT_SCALE, SCALE_BYTES, a.group_units, a.group_inverse);
         if (HAS & ZERO) of(a.zero, AT_ZERO, SPAN_BYTES, a.group_units, a.group_inverse);
         if (HAS & LOW) of(a.low, AT_LOW, SCALE_BYTES, a.group_units, a.group_inverse);
@@ -411,18 +433,15 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
 
   // From the zeros of both rows, a byte each, what is subtracted from pairs of values as they are put into 16 bits.
   __device__ __forceinline__ void set_zeros(u32 bytes) {
-#pragma unroll
-    for (int u = 0; u < 2; u++) {
-      zeros[u] = __byte_perm(bytes, IN_BF16 && !IN_BYTES ? 0xc3c3c3c3u : 0x64646464u, u ? 0x4141 : 0x4040);  // -(128 + zero), 1024 + zero
-      if (VALUES == UINT4 && !IN_BF16) more_zeros[u] = subtract_halves(0x63806380u, zeros[u]);      // -(64 + zero)
-    }
+    zeros = __byte_perm(bytes, IN_BF16 && !IN_BYTES ? 0xc3c3c3c3u : 0x64646464u, 0x4140);  // -(128 + zero), 1024 + zero
+    if (VALUES == UINT4 && !IN_BF16) more_zeros = subtract_halves(0x63806380u, zeros);     // -(64 + zero)
   }
 
   __device__ __forceinline__ float in_float(u32 pair, int u) const {
     return SCALES == IN_FLOAT16 ? half_of(pair, u) : __uint_as_float(u ? pair & 0xffff0000u : pair << 16);
   }
 
-  __device__ __forceinline__ void load_scales(u32 at, float* to) const {
+  template <class At> __device__ __forceinline__ void load_scales(At at, float* to) const {
     if (SCALES == IN_FLOAT32) {
       const uint2 both = load8(at);
       to[0] = __uint_as_float(both.x);
@@ -439,16 +458,16 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
   }
 
   // Write the products of scales of a step over its values, which are in registers: [part][row] factor, base.
-  __device__ __forceinline__ void multiply_scales(u32 at, int lane) const {
+  __device__ __forceinline__ void multiply_scales(u32 at, u32 beside, int lane) const {
     float factor[(FACTORS + 31) / 32], base[(FACTORS + 31) / 32];
 #pragma unroll
     for (int p = 0; p * 32 < FACTORS; p++) {
-      const int row = lane & 15, column = FACTORS == 16 ? 0 : (p * 2 + (lane >> 4)) * PART, group = column / GROUP * 16 + row, subgroup = column / SUBGROUP * 16 + row;
-      const u32 of_group = at + AT_SCALE + group * (SCALES == IN_FLOAT32 ? 4 : 2);
-      const float scale = load_scale(of_group), sub = __uint_as_float((load1(at + AT_SUBSCALE + subgroup) ^ 0x80u) | 0x4b000000u) - 8388736.f;  // signed
+      const int row = lane & 15, column = FACTORS == 16 ? 0 : (p * 2 + (lane >> 4)) * PART, group = column / COLUMNS * 16 + row, subgroup = column / SUBGROUP * 16 + row;
+      const u32 of_group = beside + AT_SCALE + group * (SCALES == IN_FLOAT32 ? 4 : 2);
+      const float scale = load_scale(of_group), sub = __uint_as_float((load1(beside + AT_SUBSCALE + subgroup) ^ 0x80u) | 0x4b000000u) - 8388736.f;  // signed
       factor[p] = __fmul_rn(IS_SMALL ? scale * 0x1p24f : scale, sub);
       if (HAS & LOW) base[p] = load_scale(of_group + AT_LOW - AT_SCALE);
-      if (HAS & SUBLOW) base[p] = __fmul_rn(base[p], __uint_as_float(load1(at + AT_SUBLOW + subgroup) | 0x4b000000u) - 8388608.f);
+      if (HAS & SUBLOW) base[p] = __fmul_rn(base[p], __uint_as_float(load1(beside + AT_SUBLOW + subgroup) | 0x4b000000u) - 8388608.f);
     }
     __syncwarp();
 #pragma unroll
@@ -461,10 +480,32 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
     __syncwarp();
   }
 
+  // Take the scales, lows and zeros of rows g and g + 8, from shared or from global memory.
+  template <class At> __device__ __forceinline__ void set_groups(At from_scale, At from_low, At from_zero) {
+    if (IN_PAIRS) {
+      const u32 both = load4(from_scale);
+#pragma unroll
+      for (int u = 0; u < 2; u++) {
+        if (IN_BF16 && SCALES == IN_FLOAT16) {  // 11 bits as a sum of 8 and 3
+          const float whole = half_of(both, u);
+          const u32 upper = __float_as_uint(whole) & 0xffff0000u;
+          const u32 rest = __float_as_uint(whole - __uint_as_float(upper)) | (upper & 0x80000000u);
+          scales[u] = __byte_perm(upper, 0, 0x3232);
+          more_scales[u] = __byte_perm(rest, 0, 0x3232);
+        } else {
+          scales[u] = doubled(both, u);
+        }
+      }
+    } else if (!IS_SHARED) {
+      load_scales(from_scale, scale);
+      if (IS_SMALL) scale[0] *= 0x1p24f, scale[1] *= 0x1p24f;
+      if (HAS & LOW) load_scales(from_low, low);
+    }
+    if (HAS & ZERO) set_zeros(load2(from_zero));
+  }
+
   // What columns 16 * m to 16 * m + 15 of a step have in common, where it is not that of the columns before.
-  __device__ __forceinline__ void load_groups(u32 at, int m, int g) {
-    const int span = m / (GROUP / 16);
-    const u32 from_scale = at + AT_SCALE + span * SCALE_BYTES / (64 / GROUP) + g * (SCALES == IN_FLOAT32 ? 8 : 4);
+  __device__ __forceinline__ void load_groups(u32 at, u32 beside, int m, int g) {
     if (IS_SHARED && m % (PART / 16) == 0) {
       const u32 from_part = at + (m / (PART / 16) * 16 + g * 2) * FACTOR_BYTES;
       if (HAS & LOW) {
@@ -475,27 +516,9 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
         scale[0] = __uint_as_float(v.x), scale[1] = __uint_as_float(v.y);
       }
     }
-    if (m % (GROUP / 16) == 0) {
-      if (IN_PAIRS) {
-        const u32 both = load4(from_scale);
-#pragma unroll
-        for (int u = 0; u < 2; u++) {
-          if (IN_BF16 && SCALES == IN_FLOAT16) {  // 11 bits as a sum of 8 and 3
-            const float whole = half_of(both, u);
-            const u32 upper = __float_as_uint(whole) & 0xffff0000u;
-            const u32 rest = __float_as_uint(whole - __uint_as_float(upper)) | (upper & 0x80000000u);
-            scales[u] = __byte_perm(upper, 0, 0x3232);
-            more_scales[u] = __byte_perm(rest, 0, 0x3232);
-          } else {
-            scales[u] = doubled(both, u);
-          }
-        }
-      } else if (!IS_SHARED) {
-        load_scales(from_scale, scale);
-        if (IS_SMALL) scale[0] *= 0x1p24f, scale[1] *= 0x1p24f;
-        if (HAS & LOW) load_scales(from_scale + AT_LOW - AT_SCALE, low);
-      }
-      if (HAS & ZERO) set_zeros(load2(at + AT_ZERO + span * 16 + g * 2));
+    if (!IN_ROWS && m % (COLUMNS / 16) == 0) {
+      const u32 span = m / (COLUMNS / 16), from_scale = beside + AT_SCALE + span * SCALE_BYTES / (64 / COLUMNS) + g * (SCALES == IN_FLOAT32 ? 8 : 4);
+      set_groups(from_scale, from_scale + AT_LOW - AT_SCALE, beside + AT_ZERO + span * 16 + g * 2);
     }
   }
 
@@ -506,7 +529,7 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
       const u32 w = q ? word >> 8 : word;
       return n ? w & 0x00f000f0u : w & 0x000f000fu;  // 16 times the value where n is 1
     }
-    if (VALUES == UINT8) return subtract_halves(__byte_perm(word, 0x64646464u, n ? 0x4342 : 0x4140), zeros[u]);
+    if (VALUES == UINT8) return subtract_halves(__byte_perm(word, 0x64006400u, n ? 0x5352 : 0x5150), doubled(zeros, u));
     if (VALUES == FLOAT8) {
       u32 r;
 #if __CUDA_ARCH__ >= 890
@@ -523,8 +546,8 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
     }
     if (VALUES == UINT4 && !IN_BF16) {
       const u32 w = q ? word >> 8 : word;
-      if (n) return multiply_add_halves(masked_or<0x00f000f0>(w, 0x64006400u), 0x2c002c00u, more_zeros[u]);  // (1024 + 16 * value) / 16
-      return subtract_halves(masked_or<0x000f000f>(w, 0x64006400u), zeros[u]);
+      if (n) return multiply_add_halves(masked_or<0x00f000f0>(w, 0x64006400u), 0x2c002c00u, doubled(more_zeros, u));  // (1024 + 16 * value) / 16
+      return subtract_halves(masked_or<0x000f000f>(w, 0x64006400u), doubled(zeros, u));
     }
     u32 r = masked_or<0x000f000f>(word >> 4 * i, IS_SMALL ? 0 : IN_BF16 ? 0x43004300u : 0x64006400u);
     if (VALUES == UINT5) {
@@ -536,7 +559,7 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
       r = masked_or<0x00300030>(bit < 4 ? high[half] << (4 - bit) : high[half] >> (bit - 4), r);
     }
     if (IS_SMALL) return r;
-    return IN_BF16 ? multiply_add_bf16(r, 0x3f803f80u, zeros[u]) : subtract_halves(r, zeros[u]);
+    return IN_BF16 ? multiply_add_bf16(r, 0x3f803f80u, doubled(zeros, u)) : subtract_halves(r, doubled(zeros, u));
   }
 
   __device__ __forceinline__ float scaled(float value, float factor, float base) const {
@@ -544,20 +567,20 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
     return IS_EXACT ? __fmaf_rn(value, factor, -base) : __fsub_rn(__fmul_rn(value, factor), base);
   }
 
-  __device__ __forceinline__ void load(u32 at, int half, int lane, u32* w0, u32* w1) {
+  __device__ __forceinline__ void load(u32 at, u32 beside, int half, int lane, u32* w0, u32* w1) {
     if (IN_BYTES || half == 0) {
       const uint4 v = load16(at + (IN_BYTES ? half * 512 : 0) + lane * 16);
       raw[0] = v.x, raw[1] = v.y, raw[2] = v.z, raw[3] = v.w;
     }
-    if (VALUES == UINT5 && half == 0) high[0] = load4(at + VALUE_BYTES + lane * 4);
+    if (VALUES == UINT5 && half == 0) high[0] = load4(beside + lane * 4);
     if (VALUES == UINT6 && half == 0) {
-      const uint2 v = load8(at + VALUE_BYTES + lane * 8);
+      const uint2 v = load8(beside + lane * 8);
       high[0] = v.x, high[1] = v.y;
     }
-    if (IS_SHARED && half == 0) multiply_scales(at, lane);
+    if (IS_SHARED && half == 0) multiply_scales(at, beside, lane);
 #pragma unroll
     for (int q = 0; q < 2; q++) {
-      load_groups(at, 2 * half + q, lane >> 2);
+      load_groups(at, beside, 2 * half + q, lane >> 2);
       u32* w = q ? w1 : w0;
 #pragma unroll
       for (int u = 0; u < 2; u++) {
@@ -654,21 +677,15 @@ __device__ __forceinline__ void end_after_earlier(const Args& a) {
 
 // ---- Any card from compute capability 8.0 on
 
-// Steps that are multiplied between two waits, of `most`.
-__device__ constexpr int steps_of(int token_tiles, int stages, int most) {
-  if (token_tiles > 2 || most == 1) return 1;
-  return token_tiles == 1 && stages >= 8 && stages % 4 == 0 ? most : 2;
-}
-
 // A warp multiplies R tiles of 16 rows (gates and ups in turn where GATED) by one of SPLITS shares of the inputs, which
 // are added up in order; ROWS warps have the same share, of whose tokens they copy a part each. NT: tiles of 8 tokens.
 // Of STAGES steps of 64 inputs, STEPS are multiplied while the others are copied.
 //
 // Of EXPERTS a block multiplies rows of one expert with the tokens that go there: the rows of x are those of tokens where
 // GATED, else those of pairs, and so are the rows of the result.
-template <int NT, int SPLITS, int ROWS, int R, int STAGES, class Weight, bool GATED, bool EXPERTS = false>
+template <int NT, int SPLITS, int ROWS, int R, int STAGES, int STEPS, class Weight, bool GATED, bool EXPERTS = false>
 __device__ __forceinline__ void narrow(const Args& a) {
-  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, STEPS = steps_of(NT, STAGES, Weight::STEPS), AHEAD = STAGES - STEPS, CHUNKS = STAGES / STEPS;
+  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, AHEAD = STAGES - STEPS, CHUNKS = STAGES / STEPS;
   static_assert(STAGES % STEPS == 0 && AHEAD >= STEPS);
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
@@ -691,7 +708,7 @@ __device__ __forceinline__ void narrow(const Args& a) {
   };
 
   // The steps of a warp's weights lie in a ring of CHUNKS with STEPS each, and those of a share's tokens in another one.
-  constexpr u32 STEP_BYTES = R * Weight::BYTES, CHUNK_BYTES = STEPS * STEP_BYTES, RING_BYTES = CHUNKS * CHUNK_BYTES;
+  constexpr u32 CHUNK_BYTES = chunk_bytes<Weight>(STEPS * R), RING_BYTES = CHUNKS * CHUNK_BYTES;
   const u32 x_bytes = x_rows * 128, ring = shared_address(shared) + (split * ROWS + place) * RING_BYTES;
   const u32 x_ring = shared_address(shared) + SPLITS * ROWS * RING_BYTES + split * STAGES * x_bytes;
 
@@ -706,7 +723,7 @@ __device__ __forceinline__ void narrow(const Args& a) {
     for (int s = 0; s < STEPS; s++)
       if (i + s < steps) {
 #pragma unroll
-        for (int r = 0; r < R; r++) weight[r].copy(a, to + s * STEP_BYTES + r * Weight::BYTES, s * SPLITS, lane);
+        for (int r = 0; r < R; r++) weight[r].copy(a, to + (s * R + r) * Weight::BYTES, s * SPLITS, lane);
       }
     beside.copy(to);
 #pragma unroll
@@ -765,7 +782,7 @@ __device__ __forceinline__ void narrow(const Args& a) {
 #pragma unroll
       for (int r = 0; r < R; r++) {
         u32 w0[4], w1[4];
-        weight[r].load(at + s * STEP_BYTES + r * Weight::BYTES, half, lane, w0, w1);
+        weight[r].load(at + (s * R + r) * Weight::BYTES, at + STEPS * R * Weight::BYTES + (s * R + r) * Weight::BESIDE_BYTES, half, lane, w0, w1);
 #pragma unroll
         for (int n = 0; n < NT; n++)
           if (!EXPERTS || n * 8 < tokens) multiply(sums[r][n], w0, x[n][0], x[n][1]);
@@ -850,13 +867,13 @@ __device__ __forceinline__ void multiply_group(float (&c)[32], u64 a, u64 b) {
 // which are added up in order; ROWS groups have the same share. Weights are restored into registers, plain ones and 64
 // tokens are read in shared memory: the same products in the same order.
 template <int SPLITS, int ROWS, int STAGES, class Weight, bool GATED> __device__ __forceinline__ void wide(const Args& a) {
-  constexpr int NT = 8, X_BYTES = NT * 1024, STAGE_BYTES = (ROWS * 4 * Weight::BYTES + 1023) / 1024 * 1024 + X_BYTES, Q = GATED ? 2 : 1, GROUP_ROWS = 64 / Q, THREADS_OF_SPLIT = ROWS * 128;
+  constexpr int NT = 8, X_BYTES = NT * 1024, STEP_BYTES = chunk_bytes<Weight>(1), STAGE_BYTES = (ROWS * 4 * STEP_BYTES + 1023) / 1024 * 1024 + X_BYTES, Q = GATED ? 2 : 1, GROUP_ROWS = 64 / Q, THREADS_OF_SPLIT = ROWS * 128;
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
   const int thread = threadIdx.x % THREADS_OF_SPLIT, split = threadIdx.x / THREADS_OF_SPLIT, place = thread >> 7;
   const int lane = threadIdx.x & 31, warp = thread >> 5 & 3, g = lane >> 2, t = lane & 3;
   const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - split + SPLITS - 1) / SPLITS;
-  const u32 base = shared_address(shared) + split * STAGES * STAGE_BYTES, mine = X_BYTES + (place * 4 + warp) * Weight::BYTES;
+  const u32 base = shared_address(shared) + split * STAGES * STAGE_BYTES, mine = X_BYTES + (place * 4 + warp) * STEP_BYTES;
 
   Weight weight;
   const int tile = min(((int)blockIdx.x * ROWS + place) * (4 / Q) + (GATED ? warp & 1 : warp), tiles - 1);
@@ -901,10 +918,10 @@ template <int SPLITS, int ROWS, int STAGES, class Weight, bool GATED> __device__
       if (i < steps) {
         wait_copies<STAGES - 2>();
         __syncwarp();
-        const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + mine, group_at = x_at + X_BYTES + place * 4 * Weight::BYTES;
+        const u32 x_at = base + (i % STAGES) * STAGE_BYTES, at = x_at + mine, group_at = x_at + X_BYTES + place * 4 * STEP_BYTES;
         if (Weight::IS_RESTORED) {  // beside the products of the step before
-          weight.load(at, 0, lane, w[p][0], w[p][1]);
-          weight.load(at, 1, lane, w[p][2], w[p][3]);
+          weight.load(at, at + Weight::BYTES, 0, lane, w[p][0], w[p][1]);
+          weight.load(at, at + Weight::BYTES, 1, lane, w[p][2], w[p][3]);
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -953,7 +970,7 @@ template <int SPLITS, int ROWS, int STAGES, class Weight, bool GATED> __device__
 // early nor lets the next kernel do so, which may read weights before it waits.
 template <class Weight> __device__ __forceinline__ void restore(const Args& a) {
   extern __shared__ __align__(1024) u8 shared[];
-  constexpr int ROW = 528, COPIED = 4 * Weight::BYTES;  // padded: rows of a tile start in different banks
+  constexpr int ROW = 528, STEP_BYTES = chunk_bytes<Weight>(1), COPIED = 4 * STEP_BYTES;  // padded: rows of a tile start in different banks
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int steps = a.inputs / 64, groups = (steps + 3) / 4, job = a.rows / 16 * groups - 1 - ((int)blockIdx.x * (THREADS / 32) + warp);
   const int tile = job / groups, first = job % groups * 4;
@@ -966,15 +983,15 @@ template <class Weight> __device__ __forceinline__ void restore(const Args& a) {
   beside.start(a, steps, first, lane, [&](int) { return tile; });
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    if (first + i < steps) weight.copy(a, at + i * Weight::BYTES, i, lane);
-    beside.copy(at + i * Weight::BYTES);
+    if (first + i < steps) weight.copy(a, at + i * STEP_BYTES, i, lane);
+    beside.copy(at + i * STEP_BYTES);
     commit();
   }
   auto restored = [&](int i) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 w[2][4];
-      weight.load(at + i * Weight::BYTES, half, lane, w[0], w[1]);
+      weight.load(at + i * STEP_BYTES, at + i * STEP_BYTES + Weight::BYTES, half, lane, w[0], w[1]);
 #pragma unroll
       for (int q = 0; q < 2; q++) {
         u8* to = mine + COPIED + g * ROW + i * 128 + half * 64 + q * 32 + t * 4;

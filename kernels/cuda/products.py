@@ -89,6 +89,17 @@ class Tile:
         """Rows of a block, gates and ups counted apart."""
         return self.sharing * (64 if self.is_wide else 16 * self.rows)
 
+    def steps(self, loader: Loader) -> int:
+        """Return how many steps are multiplied between two waits.
+
+        Args:
+            loader: of the weight.
+        """
+        if self.is_wide or self.num_tiles > 2 or loader.steps == 1:
+            return 1
+        is_deep = self.num_tiles == 1 and self.stages >= 8 and self.stages % 4 == 0
+        return loader.steps if is_deep else 2
+
     def shared_bytes(self, loader: Loader, num_tokens: int = 8) -> int:
         """Return the shared memory of a block.
 
@@ -97,12 +108,14 @@ class Tile:
             num_tokens: tokens, whose rows alone a loader of several steps keeps where they are
                 fewer than a tile.
         """
-        step = self.sharing * (4 if self.is_wide else self.rows) * loader.tile_bytes
-        if self.is_wide:
-            step = -(-step // 1024) * 1024
         is_few = self.num_tiles == 1 and loader.steps > 1
-        rows = num_tokens if is_few else 8 * self.num_tiles
-        copied = self.splits * self.stages * (step + rows * 128)
+        rows, steps = num_tokens if is_few else 8 * self.num_tiles, self.steps(loader)
+        if self.is_wide:
+            weights = self.stages * -(-self.sharing * 4 * loader.chunk_bytes(1) // 1024) * 1024
+        else:
+            chunk = loader.chunk_bytes(steps * self.rows)
+            weights = self.stages // steps * self.sharing * chunk
+        copied = self.splits * (weights + self.stages * rows * 128)
         row_sums = 68 if self.is_wide else 20 * self.rows
         return max(copied, self.sharing * self.splits * self.num_tiles * 8 * row_sums * 4)
 
@@ -117,13 +130,13 @@ class Tile:
             is_half: whether elements are float16.
             has_experts: whether rows are those of experts; not where is_wide.
         """
-        kinds = f"{self.stages}, {loader.expression}, {str(is_gated).lower()}"
+        kinds = f"{loader.expression}, {str(is_gated).lower()}"
         kinds += ", true" if has_experts else ""
         if self.is_wide:
-            name = f"wide<{self.splits}, {self.sharing}, {kinds}>"
+            name = f"wide<{self.splits}, {self.sharing}, {self.stages}, {kinds}>"
         else:
-            shape = f"{self.num_tiles}, {self.splits}, {self.sharing}, {self.rows}"
-            name = f"narrow<{shape}, {kinds}>"
+            shape = f"{self.num_tiles}, {self.splits}, {self.sharing}, {self.rows}, {self.stages}"
+            name = f"narrow<{shape}, {self.steps(loader)}, {kinds}>"
         is_deep = loader.steps > 1 and self.num_tiles <= 2
         least_blocks = max(1, _MOST_WARPS // self.num_warps) if is_deep else 1
         return Kernel(name, self.num_warps * 32, is_half, least_blocks=least_blocks)

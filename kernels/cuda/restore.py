@@ -38,7 +38,7 @@ def restore(weight: Codes | Quantised, out: torch.Tensor) -> None:
     args.out = out.data_ptr()
     jobs = num_rows // 16 * -(-num_columns // 256)
     kernel = restore_kernel(loader, is_half=out.dtype == torch.float16)
-    shared_bytes = _RESTORE_WARPS * (4 * loader.tile_bytes + _RESTORED_BYTES)
+    shared_bytes = _RESTORE_WARPS * (4 * loader.chunk_bytes(1) + _RESTORED_BYTES)
     launch(kernel, -(-jobs // _RESTORE_WARPS), shared_bytes, args, out.device)
 
 
