@@ -585,8 +585,7 @@ def least_uva(asked: Asked) -> Way | None:
         words.append("offload.uva.cpu_offload_params=[]")
     wanted = replace(asked, config=found)
     plan = build_plan(wanted, assign(asked.spec, found.offload, asked.formats))
-    settings = tuple(words) or no_offload(asked.config.kv)
-    return Way(settings=settings, asked=wanted, plan=plan)
+    return Way(settings=tuple(words) or no_offload(asked.config.kv), asked=wanted, plan=plan)
 
 
 def least_prefetch(asked: Asked) -> Way | None:

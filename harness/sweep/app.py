@@ -43,7 +43,7 @@ from harness.sweep.document import Document, of_runs
 from harness.sweep.launch import FOLDER as POINTS_FOLDER
 from harness.sweep.launch import BegunPoints, ComposedPoints, launch
 from harness.sweep.track import sweep_lines
-from reports.record.folders import write_planned
+from reports.record.folders import SweepNote, write_planned
 from reports.record.record import RESULT_NAME, RecordError, RunRecord
 
 
@@ -356,7 +356,8 @@ class _Session:
         if sweep is not None:
             shutil.rmtree(sweep.folder / POINTS_FOLDER, ignore_errors=True)  # of a sweep cut short
             with full_disk_ends():
-                write_planned(sweep.folder, sweep.total, command)
+                note = SweepNote(num_points=sweep.total, command=command, title=sweep.title)
+                write_planned(sweep.folder, note)
         records: list[tuple[Path, RunRecord]] | None = None
         interrupt: KeyboardInterrupt | None = None
         full: DiskFullError | None = None

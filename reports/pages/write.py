@@ -128,16 +128,19 @@ def write_sweep_report(sweep_dir: Path, out: Path | None = None) -> list[Path]:
     target = out or sweep_dir
     draws: dict[str, Draw] = {name: partial(draw, rows) for name, draw in SWEEP_FIGURES.items()}
     name, trials = sweep_dir.resolve().name, search_section(sweep_dir)
-    title = f"Sweep {name}" if trials is None else f"Search {name}"
     folders = {row.place: [target / row.folder.relative_to(sweep_dir), row.folder] for row in rows}
-    num_points, command = read_planned(sweep_dir)
+    planned = read_planned(sweep_dir)
     text = trials.text if trials else ()
-    page = sweep_page(title, rows, _links(folders, target), text, num_points)
+    label = f"Sweep {name}" if trials is None else f"Search {name}"
+    title = planned.title or label
+    page = sweep_page(title, rows, _links(folders, target), text, planned.num_points)
+    if title != label:
+        page = replace(page, details=f"{label}, {page.details}")
     page = replace(page, links=_beside(sweep_dir, target, SWEEP_FILES))
     records = records_of(rows)
     if records:
         found = next((r for r in records if "mlflow_experiment_id" in r.effective), records[0])
-        page = replace(page, commands=commands(found, command, tag=SWEEPS, value=name))
+        page = replace(page, commands=commands(found, planned.command, tag=SWEEPS, value=name))
     if trials is not None:
         page = replace(
             page,

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,29 +27,40 @@ class Point:
 
 
 PLANNED_NAME: Final = "sweep.json"
-"""File in a sweep's folder with the number of its points and its command."""
+"""File in a sweep's folder with what is known before its points run."""
 
 
-def write_planned(sweep: Path, num_points: int, command: str = "") -> None:
-    """Note in a sweep's folder, before its points run, how many it has and what runs it again."""
+@dataclass(frozen=True, kw_only=True)
+class SweepNote:
+    """What is known of a sweep before its points run."""
+
+    num_points: int | None = None
+    """How many it has, also those that never begin; None: not known."""
+    command: str = ""
+    """What runs it again."""
+    title: str = ""
+    """What it asks, such as: smollm2_135m: offload x memory_gib, 4 points."""
+
+
+def write_planned(sweep: Path, note: SweepNote) -> None:
+    """Note it in a sweep's folder."""
     sweep.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(
-        sweep / PLANNED_NAME, json.dumps({"num_points": num_points, "command": command}) + "\n"
-    )
+    write_text_atomic(sweep / PLANNED_NAME, json.dumps(asdict(note)) + "\n")
 
 
-def read_planned(sweep: Path) -> tuple[int | None, str]:
-    """Return how many points a sweep has, also those that never began, and its command.
-
-    None and an empty text where they are not noted.
-    """
+def read_planned(sweep: Path) -> SweepNote:
+    """Return what was noted in a sweep's folder."""
     try:
         found = json.loads((sweep / PLANNED_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = None
     noted = found if isinstance(found, dict) else {}
     num_points = noted.get("num_points")
-    return num_points if isinstance(num_points, int) else None, str(noted.get("command") or "")
+    return SweepNote(
+        num_points=num_points if isinstance(num_points, int) else None,
+        command=str(noted.get("command") or ""),
+        title=str(noted.get("title") or ""),
+    )
 
 
 def is_run_folder(folder: Path) -> bool:

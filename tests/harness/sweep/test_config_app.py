@@ -19,7 +19,7 @@ from harness.point import point
 from harness.sweep import app
 from harness.sweep import track as sweep
 from harness.sweep.launch import BegunPoints
-from reports.record.folders import read_planned
+from reports.record.folders import SweepNote, read_planned
 from reports.record.record import RunRecord
 from tests.slow import slow
 
@@ -246,7 +246,9 @@ def test_a_sweep_in_one_folder_with_one_context(
     out = capsys.readouterr().out
     assert "4 of 4 points" in out
     again = "tightfit sweep +model=glass offload=none,uva engine.seed=1,2"
-    assert read_planned(parent) == (4, again)
+    assert read_planned(parent) == SweepNote(
+        num_points=4, command=again, title="glass: offload x seed, 4 points"
+    )
     assert "offload=uva engine.seed=2" in out
     assert str(parent) in out
 

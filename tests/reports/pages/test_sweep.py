@@ -8,7 +8,7 @@ from PIL import Image
 from reports.compare import differing_settings, sweep_rows
 from reports.pages.sweep import sweep_csv, sweep_page
 from reports.pages.write import write_sweep_report
-from reports.record.folders import Point, load_points, write_planned
+from reports.record.folders import Point, SweepNote, load_points, write_planned
 from tests.reports.conftest import sweep_records, write_run
 from tests.reports.examples import no_fit_record, ok_record
 from tests.reports.pages.test_write import EVIL, evil_record, read_html
@@ -222,11 +222,17 @@ def test_points_that_never_began_count(tmp_path, monkeypatch):
     monkeypatch.setattr("reports.pages.write.SWEEP_FIGURES", {})  # they are not looked at
     folder = tmp_path / "sweep"
     write_run(ok_record(), folder / "0")
-    write_planned(folder, 6, "tightfit sweep offload=none,uva")
+    title = "tiny: offload x seed, 6 points"
+    command = "tightfit sweep offload=none,uva"
+    write_planned(folder, SweepNote(num_points=6, command=command, title=title))
     write_sweep_report(folder)
     assert "1 of 6 points ok, 5 not begun" in (folder / "sweep.md").read_text(encoding="utf-8")
     html = (folder / "sweep.html").read_text(encoding="utf-8")
     assert "tightfit sweep offload=none,uva</code>" in html
+    text = (folder / "sweep.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {title}\n")
+    assert "Sweep sweep, 6 points" in text
     (folder / "sweep.json").write_text("[", encoding="utf-8")
     write_sweep_report(folder)
+    assert (folder / "sweep.md").read_text(encoding="utf-8").startswith("# Sweep sweep\n")
     assert "1 of 1 point ok" in (folder / "sweep.md").read_text(encoding="utf-8")
