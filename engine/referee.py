@@ -28,7 +28,7 @@ OpenEngine = Callable[[MemoryPlan], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class Workload:
     """What one candidate is given."""
 
     batch: int
@@ -63,40 +63,40 @@ def judge(
     return _noted(plans[winner], f"{words} is the fastest of {len(plans)} that were timed", rows)
 
 
-def load_of(plan: MemoryPlan, objective: str) -> Load:
+def workload_of(plan: MemoryPlan, objective: str) -> Workload:
     """Return what a candidate is timed with: the objective's batch and lengths."""
     spare = SETTLE_STEPS + TIMED_STEPS
     if objective == "throughput":
         prompt, output = queue_of(plan.max_model_len)
         full = (plan.predicted or {})["queue"]["batch"]
-        return Load(batch=full, prompt_tokens=prompt, output_tokens=output)
+        return Workload(batch=full, prompt_tokens=prompt, output_tokens=output)
     most = LONGEST_PROMPT if objective == "context" else CONTEXT_TOKENS
     prompt = max(1, min(most, plan.max_model_len - spare - 2))
     output = min(spare + 2, plan.max_model_len - prompt)
-    return Load(batch=1, prompt_tokens=prompt, output_tokens=output)
+    return Workload(batch=1, prompt_tokens=prompt, output_tokens=output)
 
 
 def _row(
     plan: MemoryPlan, objective: str, vocab_size: int, open_engine: OpenEngine, clock: Clock
 ) -> dict[str, Any]:
     """Time a candidate; `seconds` is what the objective minimises, None where that failed."""
-    load = load_of(plan, objective)
+    workload = workload_of(plan, objective)
     prefill_s = step_s = seconds = None
     failure = {}
     try:
-        prefill_s, step_s = _times(plan, load, vocab_size, open_engine, clock)
+        prefill_s, step_s = _times(plan, workload, vocab_size, open_engine, clock)
     except CapacityError as error:
         failure = {"error": str(error)}
     if prefill_s is not None and step_s is not None:
         seconds = step_s
         if objective == "throughput":
             _, output = queue_of(plan.max_model_len)
-            waves = max(1.0, QUEUE_REQUESTS / load.batch)
+            waves = max(1.0, QUEUE_REQUESTS / workload.batch)
             seconds = waves * (prefill_s + (output - 1) * step_s)
     return {
         "label": (plan.choice or {}).get("chosen"),
-        "batch": load.batch,
-        "prompt_tokens": load.prompt_tokens,
+        "batch": workload.batch,
+        "prompt_tokens": workload.prompt_tokens,
         "predicted_decode_step_ms": (plan.predicted or {})["decode_step_ms"],
         "prefill_ms": None if prefill_s is None else prefill_s * 1e3,
         "decode_step_ms": None if step_s is None else step_s * 1e3,
@@ -106,7 +106,7 @@ def _row(
 
 
 def _times(
-    plan: MemoryPlan, load: Load, vocab_size: int, open_engine: OpenEngine, clock: Clock
+    plan: MemoryPlan, workload: Workload, vocab_size: int, open_engine: OpenEngine, clock: Clock
 ) -> tuple[float, float | None]:
     """Return the time of the prefill, and the median of steps in which all sequences decode.
 
@@ -115,24 +115,26 @@ def _times(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)  # they come when the winner is built
         engine = open_engine(plan)
-    params = SamplingParams(temperature=0, max_tokens=load.output_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=workload.output_tokens, ignore_eos=True)
     started: set[str] = set()
     gaps: list[float] = []
     prefill_s, in_a_row = 0.0, 0
     with contextlib.closing(engine):
         begin_s = last_s = clock()
-        for row in range(load.batch):
-            prompt = [(7919 * row + 31 * index) % vocab_size for index in range(load.prompt_tokens)]
+        for row in range(workload.batch):
+            prompt = [
+                (7919 * row + 31 * index) % vocab_size for index in range(workload.prompt_tokens)
+            ]
             engine.add_request(prompt, params)
         while engine.has_unfinished() and len(gaps) < TIMED_STEPS:
             started |= {event.request_id for event in engine.step()}
             now_s, step = clock(), engine.last_step
-            if not prefill_s and len(started) == load.batch:
+            if not prefill_s and len(started) == workload.batch:
                 prefill_s = now_s - begin_s
             counts = None if step is None else (step.num_prefill_tokens, step.num_decode_tokens)
-            is_full = counts == (0, load.batch)
+            is_full = counts == (0, workload.batch)
             in_a_row = in_a_row + 1 if is_full else 0
-            if in_a_row > SETTLE_STEPS or (is_full and load.output_tokens <= SETTLE_STEPS + 1):
+            if in_a_row > SETTLE_STEPS or (is_full and workload.output_tokens <= SETTLE_STEPS + 1):
                 gaps.append(now_s - last_s)
             last_s = now_s
     return prefill_s, median(gaps) if gaps else None

@@ -91,7 +91,7 @@ def experiment_text(composer: Composer, overrides: Sequence[str], why: str) -> s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended."""
 
     status: str
@@ -105,6 +105,10 @@ class Outcome:
     """Constraints that are not kept."""
     folder: Path | None = None
     """Folder of the run; None where nothing was built."""
+
+
+RunTrial = Callable[[int, Proposal], TrialOutcome]
+"""Runs the trial of a number with the settings that were proposed."""
 
 
 class TrialRunner:
@@ -125,17 +129,17 @@ class TrialRunner:
         require_package(config.system.kind)
         return config, plan.overrides
 
-    def run(self, overrides: Sequence[str], sweep: SweepContext) -> Outcome:
+    def run(self, overrides: Sequence[str], sweep: SweepContext) -> TrialOutcome:
         """Run a trial; after Ctrl-C too its point has its record."""
         try:
             config, spelled = self.compose(overrides)
         except ConfigError as error:
-            return Outcome(status="invalid", reason=str(error), excesses=(UNKNOWN_GIB,))
+            return TrialOutcome(status="invalid", reason=str(error), excesses=UNKNOWN)
         shortage = planned_shortage(config)
         if shortage is not None:
             lacking = (_lacking_gib(shortage.plan or {}),)
             reason = f"the plan does not fit: {shortage}"
-            return Outcome(status="refused", reason=reason, excesses=lacking)
+            return TrialOutcome(status="refused", reason=reason, excesses=lacking)
         from harness.point.point import run_point  # noqa: PLC0415  not for requests that are wrong
 
         folder = sweep.folder / str(sweep.index)
@@ -149,7 +153,7 @@ class TrialRunner:
                 raise
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}"
-            return Outcome(status="failed", reason=reason, excesses=(UNKNOWN_GIB,), folder=folder)
+            return TrialOutcome(status="failed", reason=reason, excesses=UNKNOWN, folder=folder)
         return judge(record, self._goal, folder)
 
     def check_goal(self, overrides: Sequence[str]) -> RunConfig:
@@ -172,7 +176,7 @@ def _lacking_gib(plan: Mapping[str, Any]) -> float:
     return over_bytes / GIB or UNKNOWN_GIB
 
 
-def judge(record: RunRecord, goal: Goal, folder: Path) -> Outcome:
+def judge(record: RunRecord, goal: Goal, folder: Path) -> TrialOutcome:
     """Return what a record says of a goal."""
     missing = goal.missing(record.metrics)
     reason = None
@@ -186,8 +190,8 @@ def judge(record: RunRecord, goal: Goal, folder: Path) -> Outcome:
             "requests."
         )
     if reason is not None:
-        return Outcome(status=record.status, reason=reason, excesses=(UNKNOWN_GIB,), folder=folder)
-    return Outcome(
+        return TrialOutcome(status=record.status, reason=reason, excesses=UNKNOWN, folder=folder)
+    return TrialOutcome(
         status=record.status,
         value=float(record.metrics[goal.metric] or 0.0),
         excesses=tuple(goal.excesses(record.metrics)),
@@ -201,6 +205,7 @@ QUESTION_NAME: Final = "search.json"
 DATABASE_NAME: Final = "study.db"
 UNKNOWN_GIB: Final = 1.0
 """What a trial without a value lacks, where no plan says by how much."""
+UNKNOWN: Final = (UNKNOWN_GIB,)
 IDLE: Final = 50
 """Proposals in a row that build nothing, after which a search ends."""
 
@@ -271,7 +276,7 @@ class Study:
             constraints_func=lambda trial: facts_of(trial).get("excesses", []),
         )
 
-    def run(self, run_trial: Callable[[int, Proposal], Outcome], say: Callable[[str], None]) -> str:
+    def run(self, run_trial: RunTrial, say: Callable[[str], None]) -> str:
         """Run trials until the budget is spent, with a line for each; return why it ended."""
         begin_s = time.monotonic()
         todo = self._untried()
@@ -295,9 +300,7 @@ class Study:
                     f"{IDLE} proposals in a row were refused or known"
                 )
 
-    def _run_one(
-        self, run_trial: Callable[[int, Proposal], Outcome], say: Callable[[str], None]
-    ) -> bool:
+    def _run_one(self, run_trial: RunTrial, say: Callable[[str], None]) -> bool:
         """Run one trial; return whether anything was built."""
         trial = self._study.ask()
         proposal = self._request.space.propose(trial)
@@ -321,14 +324,14 @@ class Study:
             say(_line(trial.number, proposal, outcome))
         return is_new
 
-    def _same_as(self, number: int, proposal: Proposal) -> Outcome | None:
+    def _same_as(self, number: int, proposal: Proposal) -> TrialOutcome | None:
         """Return the outcome of an earlier trial with the same settings; None without one."""
         for trial in self._study.get_trials(deepcopy=False):
             facts = dict(facts_of(trial))
             if trial.number != number and trial.params == proposal and "status" in facts:
                 del facts["is_new"]
                 folder = facts.pop("folder")
-                return Outcome(**facts, value=trial.value, folder=folder and Path(folder))
+                return TrialOutcome(**facts, value=trial.value, folder=folder and Path(folder))
         return None
 
     def _untried(self) -> list[Proposal] | None:
@@ -378,7 +381,7 @@ def _check_question(request: SearchRequest, folder: Path) -> None:
     write_text_atomic(path, json.dumps(now, indent=1) + "\n")
 
 
-def _line(number: int, proposal: Proposal, outcome: Outcome) -> str:
+def _line(number: int, proposal: Proposal, outcome: TrialOutcome) -> str:
     settings = " ".join(overrides_of(proposal))
     if outcome.value is None:
         return f"trial {number}: {settings}: failed, {outcome.reason}"
@@ -416,7 +419,7 @@ def search(request: SearchRequest) -> int:
     with open_study(request, folder) as study:
         say(f"search {request.name}: {study.num_built()} of {request.trials} trials have run.")
 
-        def run_trial(index: int, proposal: Proposal) -> Outcome:
+        def run_trial(index: int, proposal: Proposal) -> TrialOutcome:
             context = _context(request, config.model.name, folder, index, study.num_built() + 1)
             return runner.run(overrides_of(proposal), context)
 

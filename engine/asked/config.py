@@ -1,7 +1,7 @@
 """What is asked of the engine: model source, GPU budget, offload, KV cache and limits."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 from engine.asked.kv import KVConfig
@@ -270,6 +270,11 @@ class EngineConfig(Sealed):
         is_open = self.planner.choose and self.model.quantize is None
         default = "auto" if is_open else "checkpoint"
         return self.engine.weight_format or default
+
+    def choosing(self, auto_fields: Sequence[str] = ()) -> "EngineConfig":
+        """Return the same with every placement chosen, as offload=auto asks for it."""
+        planner = replace(self.planner, choose=True, auto_fields=list(auto_fields))
+        return replace(self, planner=planner, offload=OffloadConfig())
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""

@@ -22,6 +22,7 @@ from engine.model.quant_config import PLAIN_TYPES, SUPPORTED, quantization_notes
 from engine.model.quantised import UNUSED
 from engine.model.schemes import ELEMENT_BYTES, JSON
 from engine.model.spec import ModelSpec
+from engine.sealed import GIB
 
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the text part of a model of text and images start -> how ours do."""
@@ -96,7 +97,7 @@ def read_folder(folder: Path) -> ModelFolder:
         return ModelFolder(spec, tuple(notes))
     notes.append(
         f"checkpoint: config.json ties the embeddings, but {HEAD} is stored too and differs: it is "
-        f"used ({stored[HEAD].num_bytes / 2**30:.2f} GiB more), as transformers does."
+        f"used ({stored[HEAD].num_bytes / GIB:.2f} GiB more), as transformers does."
     )
     return ModelFolder(replace(spec, tie_word_embeddings=False), tuple(notes), is_untied=True)
 
@@ -309,7 +310,7 @@ def text_part(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
         return found, ""
     num_bytes = sum(tensor.num_bytes for tensor in rest.values())
     note = (
-        f"checkpoint: the text part is read; {len(rest)} other tensors ({num_bytes / 2**30:.2f} "
+        f"checkpoint: the text part is read; {len(rest)} other tensors ({num_bytes / GIB:.2f} "
         f"GiB) are left out, the first is {min(rest)}."
     )
     return found, note

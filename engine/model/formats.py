@@ -22,6 +22,11 @@ ALIGNMENT: Final = 256
 PACK_BATCH_BYTES: Final = 128 * 2**20
 """Rows that are brought to the GPU before they are packed."""
 
+DUMMY_STD: Final = 0.02
+"""Standard deviation of random weights."""
+DUMMY_POOL_SIZE: Final = 4_194_301
+"""Normal draws that random weights are cut from; a prime, so that rows do not repeat in step."""
+
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError
 from engine.model.formats import (
+    DUMMY_STD,
     FORMATS,
     Format,
     Operators,
@@ -51,8 +52,6 @@ DUMMIES: Final = ("bytes", "float8", "order", "noise", "nf4", MXFP4)
 layouts."""
 _SPREAD: Final = MappingProxyType({"uint4": 4.6, "uint5": 9.2, "uint6": 18.5, "uint8": 73.9})
 """Standard deviation of values that are random bits."""
-_STD: Final = 0.02
-"""Standard deviation of random weights."""
 _DUMMY_PART: Final = 16
 """A subscale, and a sublow, of random weights."""
 
@@ -190,12 +189,12 @@ class Grouped(_OfOneScheme):
         return tensor.shape[1] if self.scheme.ordered else 0
 
     def dummies(self, tensor: TensorSpec) -> Iterator[tuple[str, float | str]]:
-        """Yield views of weights with a standard deviation of about 0.02 and a mean of 0."""
+        """Yield views of weights with a standard deviation of about DUMMY_STD and a mean of 0."""
         arrays = self._arrays(tensor)
         if arrays.kind == "float8_e4m3fn":
             yield from (("values", "float8"), ("scale", 1.0))
             return
-        scale = _STD / _SPREAD.get(arrays.kind, 0.6)
+        scale = DUMMY_STD / _SPREAD.get(arrays.kind, 0.6)
         middle = (
             (2 ** int(arrays.kind.removeprefix("uint")) - 1) / 2 if "uint" in arrays.kind else 0
         )

@@ -73,9 +73,7 @@ def changed(asked: Asked, section: str, **values: Any) -> Asked:
 
 def with_auto(asked: Asked) -> Asked:
     """Return the same question with every placement chosen."""
-    planner = replace(asked.config.planner, choose=True, auto_fields=[])  # as offload=auto does
-    config = replace(asked.config, planner=planner, offload=OffloadConfig())
-    return replace(asked, config=config)
+    return replace(asked, config=asked.config.choosing())
 
 
 def would_fit(asked: Asked) -> bool:

@@ -5,6 +5,7 @@ from typing import Final
 
 from engine.asked.config import GPUConfig
 from engine.plan.sizes import MAX_LOAD_THREADS
+from engine.sealed import GIB
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class DeviceFacts:
     @classmethod
     def of_card(cls, gpu: GPUConfig) -> "DeviceFacts":
         """Return a card that is not here, with all memory free, beside any host memory."""
-        total = int((gpu.memory_gib or 0) * 2**30)
+        total = int((gpu.memory_gib or 0) * GIB)
         version = gpu.compute_capability
         name = f"a card of {gpu.memory_gib or 0:g} GiB" if gpu.name == "auto" else gpu.name
         return cls(

@@ -276,12 +276,10 @@ class ExpertPlan:
                 total += layer.cached_bytes * missed
         return round(total)
 
-    def mean_hit_share(self, num_decodes: int = 1) -> float | None:
-        """Return the share of routed experts that banks are expected to hold; None: no banks."""
-        slots = self.slots
-        if not slots:
-            return None
-        return sum(self.hit_share(each, num_decodes) for each in slots) / len(slots)
+    @property
+    def mean_hit_share(self) -> float | None:
+        """Share of routed experts that banks are expected to hold; None: no banks."""
+        return sum(map(self.hit_share, self.slots)) / len(self.slots) if self.slots else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""
@@ -294,7 +292,7 @@ class ExpertPlan:
             "expert_bytes": [layer.crossing_bytes for layer in self.layers],
             "routing": self.routing,
             "reuse": self.reuse,
-            "hit_share": self.mean_hit_share(),
+            "hit_share": self.mean_hit_share,
             "bytes_per_step": self.bytes_per_step(),
         }
 

@@ -138,14 +138,14 @@ class MemoryPlan:
         wanted, limit = sum(parts.values()) if self.pin else 0, self.facts.pin_limit_bytes
         if limit is None or wanted <= limit:
             return ""
-        shown = ", ".join(f"{name} {value / 2**30:.3f}" for name, value in parts.items() if value)
+        shown = ", ".join(f"{name} {value / GIB:.3f}" for name, value in parts.items() if value)
         less = "offload less"
         if parts["pinned_kv"]:
-            left = max(0, limit - wanted + parts["pinned_kv"]) / 2**30
+            left = max(0, limit - wanted + parts["pinned_kv"]) / GIB
             less = f"set kv.pin_limit_gib={math.floor(left * 1000) / 1000:g}, {less}"
         return (
-            f"host memory: {wanted / 2**30:.3f} GiB would be pinned ({shown}), but the memlock "
-            f"limit leaves {limit / 2**30:.3f} GiB. Raise it (ulimit -l unlimited, or --ulimit "
+            f"host memory: {wanted / GIB:.3f} GiB would be pinned ({shown}), but the memlock "
+            f"limit leaves {limit / GIB:.3f} GiB. Raise it (ulimit -l unlimited, or --ulimit "
             f"memlock=-1 for a container), {less}, or set TIGHTFIT_DISABLE_PIN_MEMORY=1 to run "
             "from pageable memory."
         )

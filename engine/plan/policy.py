@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.spec import ModelSpec
 from engine.plan.units import CACHED, ON_DEMAND, PREFETCH, RESIDENT, UVA, Residence
+from engine.sealed import GIB
 
 
 def matches(selector: str, name: str) -> bool:
@@ -189,7 +190,7 @@ def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -
     """
     setting = "offload.uva.cpu_offload_params"
     selectors = config.uva.cpu_offload_params
-    budget = config.uva.cpu_offload_gb * 2**30
+    budget = config.uva.cpu_offload_gb * GIB
     layers = [t for i in range(spec.num_hidden_layers) for t in spec.layer_tensors(i)]
     candidates = layers
     if selectors:
@@ -224,7 +225,7 @@ def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -
     if last is not None and taken > budget and len(last.parts) > 1:
         notes.append(
             f"offload.uva.cpu_offload_gb: the budget ends inside {last.name}, which is one product "
-            f"and is taken whole ({taken / 2**30:.3f} of {budget / 2**30:.3f} GiB)."
+            f"and is taken whole ({taken / GIB:.3f} of {budget / GIB:.3f} GiB)."
         )
     return Assignment(placements, notes=notes)
 

@@ -735,7 +735,7 @@ def process_bytes(kind: str) -> int:
     Beside an H200 1.06 to 1.07 GiB (docs/performance.md); on a CPU 0.25 to 0.26 beside cuts of
     three models.
     """
-    return int((0.26 if kind == "cpu" else 1.07) * 2**30)
+    return int((0.26 if kind == "cpu" else 1.07) * GIB)
 
 
 def load_staging_bytes(num_bytes: int, num_threads: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.asked.request import Sequence, SequenceStatus
 from engine.kv.sequences import BlockGroups
-from engine.plan import long
+from engine.plan import host_times
 from engine.plan.sizes import NO_LIMIT
 from engine.schedule.admission import Admission
 from engine.schedule.step import ScheduledSequence, Stand
@@ -37,7 +37,8 @@ class Sharing:
 
     So the bounds are: a short one decodes in every step. Of n long ones each decodes once in n
     turns, each of at most MOST_TURN tokens, and in its turn once in MOST_SKIPPED + 1 steps
-    (engine/plan/long.py). That is while both tiers hold what runs, and but for steps of moves.
+    (engine/plan/host_times.py). That is while both tiers hold what runs, and but for steps of
+    moves.
 
     Decisions are made for a step that is planned with none in force, as blocks change.
     """
@@ -230,10 +231,10 @@ class Sharing:
         spare = max(0, self._pool.num_free - num_kept)
         costs = {s.seq_id: self._cost_s(s, near, far, spare + len(near)) for s in here}
         rates, num_read = self._groups.policy.costs.read_rates, sum(map(self._num_read, here))
-        together_s = long.read_step_s(rates, self._bytes(num_read - spare)) / len(here)
+        together_s = host_times.read_step_s(rates, self._bytes(num_read - spare)) / len(here)
         in_turns_s = sum(seconds for seconds, _ in costs.values()) / len(here)
         if len(here) == 1 or together_s <= in_turns_s:
-            self._holder, self._until = None, (0, step + long.MOST_TURN)
+            self._holder, self._until = None, (0, step + host_times.MOST_TURN)
             if spare >= max(1, self._groups.gpu_room // SPARE_PARTS):
                 self._groups.promote(here, _fewest_readers(far)[: -spare - 1 : -1])
             read = sum(map(self._num_read, here))
@@ -243,9 +244,9 @@ class Sharing:
                 assert self._holder is not None
                 tokens = costs[self._holder.seq_id][1]
                 end = self._holder.num_output_tokens + tokens
-                self._until = end, step + tokens * (long.MOST_SKIPPED + 1)
+                self._until = end, step + tokens * (host_times.MOST_SKIPPED + 1)
             read = self._num_read(self._holder)
-        self._skips = long.num_skipped(rates, self._bytes(read))
+        self._skips = host_times.num_skipped(rates, self._bytes(read))
 
     def _begin_turn(
         self, here: SequenceOf[Sequence], near: Counter[int], far: Counter[int], spare: int
@@ -280,7 +281,7 @@ class Sharing:
         held = sum(block_id in near for block_id in table)
         gained = min(sum(block_id in far for block_id in table), max(0, room - held))
         read = self._bytes(self._num_read(sequence) - gained)
-        return long.turn_of(self._groups.policy.costs, read, self._bytes(gained))
+        return host_times.turn_of(self._groups.policy.costs, read, self._bytes(gained))
 
 
 def _ready(longs: Collection[Sequence]) -> list[Sequence]:

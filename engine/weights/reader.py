@@ -27,6 +27,8 @@ from engine.errors import CheckpointError, PinningError, UnpackableError
 from engine.model.checkpoint import CHECKED_BYTES, StoredTensor
 from engine.model.formats import (
     ALIGNMENT,
+    DUMMY_POOL_SIZE,
+    DUMMY_STD,
     PACK_BATCH_BYTES,
     Packing,
     ParamSpec,
@@ -44,9 +46,6 @@ PROGRESS_S = 0.05
 """Time between two reports of progress."""
 KINDS = ("read", "convert", "copy")
 """Kinds of work of one thread."""
-DUMMY_POOL_SIZE = 4_194_301
-"""Normal draws that dummy weights are cut from; a prime, so that rows do not repeat in step."""
-DUMMY_STD = 0.02
 
 
 @dataclass(frozen=True)

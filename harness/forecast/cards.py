@@ -7,7 +7,6 @@ from typing import Final
 from catalogue.cards import card_names, card_sheet
 from catalogue.terminal import columns
 from engine.asked.config import EngineConfig, GPUConfig
-from engine.asked.offload import OffloadConfig
 from engine.lines import labelled, wrapped
 from engine.plan.advise import DEFAULT_TOKENS, LOSSLESS_WORDS, lossless_resident
 from engine.plan.answer import WORTH, Way, rate
@@ -93,7 +92,7 @@ def ways_by_card(found: Forecast) -> Iterator[tuple[str, OnCard]]:
             if key not in chosen:
                 alike = (each for each in cards.values() if _size(each) == key)
                 least = min(alike, key=lambda each: each.memory_gib or 0)
-                chosen[key] = _plan(_auto(replace(base, gpu=least)), found)
+                chosen[key] = _plan(replace(base, gpu=least).choosing(), found)
             plan = chosen[key]
             if plan is not None:
                 asked = asked_of(base, found.spec, DeviceFacts.of_card(gpu))
@@ -111,11 +110,6 @@ def _gpu(found: Forecast, name: str) -> GPUConfig:
 def _size(gpu: GPUConfig) -> tuple[int, bool]:
     version = gpu.compute_capability or 0.0
     return round(gpu.memory_gib or 0), version >= BFLOAT16_CAPABILITY[0]
-
-
-def _auto(base: EngineConfig) -> EngineConfig:
-    planner = replace(base.planner, choose=True, auto_fields=[])
-    return replace(base, planner=planner, offload=OffloadConfig())
 
 
 def _plan(config: EngineConfig, found: Forecast) -> MemoryPlan | None:

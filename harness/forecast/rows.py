@@ -300,7 +300,7 @@ def forecast(
 def _rows(point: Forecast) -> Iterator[Row]:
     base, scenario = point.base, point.config.scenario
     keeps_length = base.planner.objective == "context" and base.planner.auto_fields
-    auto = replace(base.planner, choose=True, auto_fields=["max_model_len"] if keeps_length else [])
+    auto = base.choosing(["max_model_len"] if keeps_length else []).planner
     kv = base.kv.for_blocks_alone()
     bare = replace(base, offload=OffloadConfig(), planner=PlannerConfig(), kv=kv)
     none = _row(point, "none", no_offload(base.kv), bare)

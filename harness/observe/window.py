@@ -1,7 +1,7 @@
 """The rows of one span of time, and simple questions to them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from engine.sealed import GIB
@@ -338,9 +338,7 @@ def facts(table: Table, spans: Sequence[Span], file: str) -> dict[str, Any]:
         "file": file,
         "rows": len(table["clock_s"]),
         "cpu_pct": None if used is None else 100 * used,
-        "windows": [
-            {"part": s.part, "job": s.job, "begin_s": s.begin_s, "end_s": s.end_s} for s in spans
-        ],
+        "windows": list(map(asdict, spans)),
         "null_columns": null_columns(table),
     }
 

@@ -11,6 +11,7 @@ from engine.lines import indented
 from harness.config.schema import SweepContext, TrackingConfig
 from harness.point.describe import what_varies
 from harness.point.show import build_report, status_text
+from harness.studies.table import grid
 from harness.tracking.base import SweepFacts
 from harness.tracking.mlflow import open_tracker
 from reports.record.judging import best_by_model
@@ -179,8 +180,7 @@ def sweep_note(
     """Return the description of a sweep in Markdown: table, best point, how to read it."""
     names = point_names(records)
     header, *rows = _rows(records, names, trials)
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = grid(header, [[cell.replace("|", "\\|") for cell in row] for row in rows])
     texts = [text.strip() for text in (*_best(records, names), *_reasons(records, names, trials))]
     lines += ["", *(f"- {text}" for text in texts), "", READING_A_SWEEP]
     return "\n".join([f"**{sweep.title or sweep.sweep_id}**", "", *lines])

@@ -14,7 +14,7 @@ from engine.asked.request import FinishReason, Request, TokenEvent, check_reques
 from engine.asked.sampling import SamplingParams
 from engine.clock import PhaseClock, StepStats
 from engine.errors import CapacityError, EngineError, RequestError
-from engine.model.formats import FORMATS
+from engine.model.formats import DUMMY_STD, FORMATS
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.advise import greatest
 from engine.plan.resolve import resolve_dtype, resolve_max_model_len
@@ -236,7 +236,7 @@ def _random_model(
         model = classes.from_config(asked, dtype=kind)
     model.tie_weights()
     draw = torch.Generator().manual_seed(config.engine.seed)
-    tile = (torch.randn(_TILE, generator=draw) * 0.02).to(kind)
+    tile = (torch.randn(_TILE, generator=draw) * DUMMY_STD).to(kind)
     made: dict[int, Any] = {}
     for name, module in model.named_modules():
         is_host = any(name == top or name.startswith(f"{top}.") for top in host_modules)
@@ -350,13 +350,13 @@ def warm_up(model: Any, spec: ModelSpec, max_model_len: int, device: PeerDevice)
     prompt = [index % spec.vocab_size for index in range(length)]
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=WARM_UP_STEPS)
     request = Request(request_id="warm-up", prompt_token_ids=prompt, params=params)
-    batch = StaticBatch(model, [Row(request=request)], device.torch_name)
+    batch = StaticBatch(model, [BatchRow(request=request)], device.torch_name)
     while not batch.is_done:
         batch.step()
 
 
 @dataclass(kw_only=True)
-class Row:
+class BatchRow:
     """One request in a batch."""
 
     request: Request
@@ -388,7 +388,7 @@ class StaticBatch:
     tokens are appended to the rows.
     """
 
-    def __init__(self, model: Any, rows: Sequence[Row], device: str) -> None:
+    def __init__(self, model: Any, rows: Sequence[BatchRow], device: str) -> None:
         self._model, self.rows, self._device = model, list(rows), device
         self._cache, self._cache_key = _new_cache(model)
         self._mask: Any = None
@@ -404,7 +404,7 @@ class StaticBatch:
         """Rows that go on."""
         return sum(not row.is_done for row in self.rows)
 
-    def step(self) -> list[Row]:
+    def step(self) -> list[BatchRow]:
         """Compute one token of each row; return the rows that got one."""
         import torch  # noqa: PLC0415  takes seconds
 
@@ -509,7 +509,7 @@ class AccelerateEngine:
                 "device_map": dict(placed.device_map),
             },
         )
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[BatchRow] = deque()
         self._batch: StaticBatch | None = None
         self._names, self._num_steps, self._largest = count(), 0, 0
 
@@ -542,7 +542,7 @@ class AccelerateEngine:
         name = request_id or f"accelerate-{next(self._names)}"
         request = Request(request_id=name, prompt_token_ids=list(prompt), params=params)
         check_request(request, self.max_model_len, self.spec.vocab_size)
-        self._waiting.append(Row(request=request))
+        self._waiting.append(BatchRow(request=request))
         return name
 
     def step(self) -> list[TokenEvent]:
@@ -665,7 +665,7 @@ def _sizes(config: EngineConfig, spec: ModelSpec, device: PeerDevice) -> Sizes:
     )
 
 
-def _event(row: Row, now_s: float) -> TokenEvent:
+def _event(row: BatchRow, now_s: float) -> TokenEvent:
     request, num = row.request, len(row.output)
     return TokenEvent(
         request_id=request.request_id,

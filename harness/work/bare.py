@@ -11,6 +11,7 @@ from catalogue.checkpoint import check_disk, write_json
 from catalogue.files import tightfit_home
 from engine.asked.config import EngineConfig
 from engine.device.gpu import Gpu
+from engine.model.formats import DUMMY_POOL_SIZE, DUMMY_STD
 from engine.model.spec import ModelSpec
 from engine.plan.resolve import resolve_dtype
 from harness.config.study import BareScenario
@@ -135,9 +136,6 @@ def _experts() -> Figures:
     return found
 
 
-POOL_SIZE: Final = 4_194_301
-"""Draws that random weights are cut from; a prime, so that rows do not repeat in step."""
-DRAWS_STD: Final = 0.02
 READ_BYTES: Final = 1 << 24
 
 
@@ -146,7 +144,7 @@ def _checkpoint(name: str, spec: ModelSpec) -> Figures:
 
     Either way the page cache has it afterwards, where there is room. A second folder has the same
     files: what is kept of one checkpoint is not found for the other. Weights and biases are normal
-    with DRAWS_STD, norms the same about 1 (or 0, where 1 is added).
+    with DUMMY_STD, norms the same about 1 (or 0, where 1 is added).
     """
     import numpy as np  # noqa: PLC0415  not for every worker
 
@@ -175,7 +173,7 @@ def _checkpoint(name: str, spec: ModelSpec) -> Figures:
     folder.mkdir(parents=True, exist_ok=True)
     check_disk(name, folder, num_bytes)
     write_json(folder / "config.json", asdict(spec) | {"dtype": "bfloat16"})
-    draws = np.random.default_rng(0).standard_normal(POOL_SIZE, dtype=np.float32) * DRAWS_STD
+    draws = np.random.default_rng(0).standard_normal(DUMMY_POOL_SIZE, dtype=np.float32) * DUMMY_STD
     pools = {False: bf16_bits(draws), True: bf16_bits(draws + 1 - spec.architecture.norm_offset)}
     begun = weights.with_suffix(".begun")
     with begun.open("wb") as stream:
@@ -186,7 +184,7 @@ def _checkpoint(name: str, spec: ModelSpec) -> Figures:
             while left:
                 piece = pool[start : start + left]
                 stream.write(piece.data)
-                start, left = (start + len(piece)) % POOL_SIZE, left - len(piece)
+                start, left = (start + len(piece)) % DUMMY_POOL_SIZE, left - len(piece)
     begun.replace(weights)
     _link(folder, linked)
     return found

@@ -61,7 +61,7 @@ class Scored(NamedTuple):
     """Whether none is more probable."""
 
 
-class Window(NamedTuple):
+class TextWindow(NamedTuple):
     """Tokens of a text that are computed together."""
 
     start: int
@@ -70,16 +70,16 @@ class Window(NamedTuple):
     """The first that counts: those before it are its context."""
 
 
-def windows(num_tokens: int, config: QualityScenario) -> list[Window]:
+def windows(num_tokens: int, config: QualityScenario) -> list[TextWindow]:
     """Return the windows of a text, each a stride behind the one before; the last may be short.
 
     A token counts once. The very first one, which nothing precedes, counts nowhere.
     """
-    found: list[Window] = []
+    found: list[TextWindow] = []
     start, first = 0, 1
     while first < num_tokens and len(found) < (config.num_windows or num_tokens):
         stop = min(start + config.window_tokens, num_tokens)
-        found.append(Window(start, stop, first))
+        found.append(TextWindow(start, stop, first))
         first, start = stop, start + config.stride_tokens
     return found
 

@@ -225,7 +225,7 @@ def count_requests(num_planned: int, served: Sequence[ServedRequest]) -> dict[st
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class ArrivalWindow:
     """The time from the first counted arrival to the last one, seconds of the clock."""
 
     begin_s: float
@@ -237,10 +237,10 @@ class Window:
         return self.end_s - self.begin_s
 
 
-def arrival_window(served: Sequence[ServedRequest]) -> Window | None:
+def arrival_window(served: Sequence[ServedRequest]) -> ArrivalWindow | None:
     """Return the window of the counted requests; None without any that arrived."""
     arrived = [r.submit_s for r in served if not r.is_ramp_up and math.isfinite(r.submit_s)]
-    return Window(begin_s=min(arrived), end_s=max(arrived)) if arrived else None
+    return ArrivalWindow(begin_s=min(arrived), end_s=max(arrived)) if arrived else None
 
 
 def serving_metrics(
@@ -290,7 +290,7 @@ def serving_pools(served: Sequence[ServedRequest]) -> dict[str, list[float]]:
     }
 
 
-def _wall_s(done: Sequence[RequestTimes], window: Window | None) -> float | None:
+def _wall_s(done: Sequence[RequestTimes], window: ArrivalWindow | None) -> float | None:
     if not done or window is None:
         return None
     wall_s = max(request.token_times_s[-1] for request in done) - window.begin_s
@@ -302,7 +302,7 @@ def _rate(amount: float, seconds: float | None) -> float | None:
     return None if seconds is None else amount / seconds
 
 
-def _window_rate(served: Sequence[ServedRequest], window: Window | None) -> float | None:
+def _window_rate(served: Sequence[ServedRequest], window: ArrivalWindow | None) -> float | None:
     if window is None or window.length_s <= 0:
         return None
     times = (time_s for request in served for time_s in request.token_times_s)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.plan import long as long_rates
+from engine.plan import host_times
 from tests.engine.conftest import TinyModels
 from tests.engine.tiers import ALWAYS, SIZES, TOGETHER, TURNS, Alone, check_empty, tiers
 from tests.slow import slow
@@ -28,9 +28,9 @@ def alone() -> Alone:
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let turns be short, so that few tokens see several."""
-    monkeypatch.setattr(long_rates, "LEAST_TURN", 3)
-    monkeypatch.setattr(long_rates, "MOST_TURN", 5)
-    monkeypatch.setattr(long_rates, "MOST_SKIPPED", 2)
+    monkeypatch.setattr(host_times, "LEAST_TURN", 3)
+    monkeypatch.setattr(host_times, "MOST_TURN", 5)
+    monkeypatch.setattr(host_times, "MOST_SKIPPED", 2)
 
 
 def open_tiers(folder: Any, **keywords: Any) -> LLM:

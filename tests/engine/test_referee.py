@@ -11,7 +11,7 @@ from engine.asked.sampling import SamplingParams
 from engine.errors import CapacityError, ConfigError
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
-from engine.referee import TIMED_STEPS, judge, load_of
+from engine.referee import TIMED_STEPS, judge, workload_of
 from tests.engine.specs import CPU, H200, OLMO_7B, configuration, small_spec
 from tests.tiny import greedy_params, make_prompt, tokens_of
 
@@ -143,21 +143,21 @@ def test_throughput_is_that_of_the_queue_at_each_one_s_batch() -> None:
     found = refereed(plans, 0.2, 0.1)
     rows = (found.choice or {})["referee"]["timed"]
     for plan, row, step_s in zip(plans, rows, (0.2, 0.1), strict=True):
-        load = load_of(plan, "throughput")
-        assert (row["batch"], row["prompt_tokens"]) == (load.batch, 128)
-        assert load.batch > 1
-        assert row["seconds"] == pytest.approx(max(1, 200 / load.batch) * (1 + 127 * step_s))
+        workload = workload_of(plan, "throughput")
+        assert (row["batch"], row["prompt_tokens"]) == (workload.batch, 128)
+        assert workload.batch > 1
+        assert row["seconds"] == pytest.approx(max(1, 200 / workload.batch) * (1 + 127 * step_s))
 
 
 @pytest.mark.parametrize("objective", ["latency", "context", "throughput"])
 @pytest.mark.parametrize("length", [2, 3, 16, 40, 4096])
 def test_loads_fit_the_length(two: list[MemoryPlan], objective: str, length: int) -> None:
-    load = load_of(replace(two[0], max_model_len=length), objective)
-    assert load.prompt_tokens >= 1
-    assert load.output_tokens >= 1
-    assert load.prompt_tokens + load.output_tokens <= length
+    workload = workload_of(replace(two[0], max_model_len=length), objective)
+    assert workload.prompt_tokens >= 1
+    assert workload.output_tokens >= 1
+    assert workload.prompt_tokens + workload.output_tokens <= length
     if length == 4096:
-        assert load.output_tokens > TIMED_STEPS
+        assert workload.output_tokens > TIMED_STEPS
 
 
 def test_without_choose_it_has_no_effect_and_is_refused() -> None:

@@ -136,7 +136,7 @@ def test_all_experts_have_slots_where_there_is_room() -> None:
     plan = planned(100, offload_backend="experts")
     experts = experts_of(plan)
     assert set(experts.slots) == {128}
-    assert experts.mean_hit_share() == 1
+    assert experts.mean_hit_share == 1
     assert experts.bytes_per_step() == 0
 
 
@@ -349,7 +349,7 @@ def test_real_weights_are_assumed_to_repeat_experts() -> None:
     )
     assert (real.reuse, dummy.reuse) == (0.5, None)
     assert "assumed" in real.routing
-    real_share, dummy_share = real.mean_hit_share(), dummy.mean_hit_share()
+    real_share, dummy_share = real.mean_hit_share, dummy.mean_hit_share
     assert real_share is not None
     assert dummy_share is not None
     assert dummy_share == pytest.approx(sum(dummy.slots) / 48 / 128)

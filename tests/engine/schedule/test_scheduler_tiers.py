@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.asked.request import SequenceStatus
 from engine.kv import sequences
 from engine.kv.prefix import num_expired
-from engine.plan import long as long_rates
+from engine.plan import host_times
 from engine.plan.sizes import ReadRates, SwapRates
 from engine.schedule import admission as rounds
 from tests.engine.tiers_world import STEMS, Tiers, World
@@ -192,8 +192,8 @@ TestLoads.settings = settings(max_examples=60, stateful_step_count=15, deadline=
 def short_rounds(monkeypatch):
     """Let few steps lie between two changes of places."""
     monkeypatch.setattr(rounds, "ROUND_STEPS", 3)
-    monkeypatch.setattr(long_rates, "LEAST_TURN", 2)
-    monkeypatch.setattr(long_rates, "MOST_TURN", 4)
+    monkeypatch.setattr(host_times, "LEAST_TURN", 2)
+    monkeypatch.setattr(host_times, "MOST_TURN", 4)
 
 
 def play(seed, length=150, draw=draw_tiers):

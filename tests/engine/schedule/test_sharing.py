@@ -9,7 +9,7 @@ import random
 import pytest
 
 from engine.asked.request import SequenceStatus
-from engine.plan import long as long_rates
+from engine.plan import host_times
 from engine.plan.sizes import ReadRates, SwapRates
 from tests.engine.tiers_world import Tiers, World
 from tests.slow import slow
@@ -122,7 +122,7 @@ def test_the_least_input_that_blocked():
 
 
 def test_long_ones_take_turns_on_the_gpu(monkeypatch):
-    monkeypatch.setattr(long_rates, "MOST_TURN", 16)
+    monkeypatch.setattr(host_times, "MOST_TURN", 16)
     world = world_of(max_len=200)
     longs = [long(world, 1.5, max_tokens=80) for _ in range(3)]
     run(world, lambda: decodes(*longs))
@@ -195,7 +195,7 @@ def test_short_ones_keep_a_share_of_the_time():
 
 
 def test_no_more_steps_than_stated_lie_between_tokens_of_a_long_one(monkeypatch):
-    monkeypatch.setattr(long_rates, "MOST_SKIPPED", 5)
+    monkeypatch.setattr(host_times, "MOST_SKIPPED", 5)
     world = world_of(read_rates=ReadRates(step_s=1e-6, read_bytes_s=1.0))
     first = long(world, 3.0, max_tokens=30)
     run(world, lambda: decodes(first))
@@ -335,9 +335,9 @@ class Clocks:
 def test_nobody_starves_in_any_mix(monkeypatch, seed):
     """Long and short ones come and go at random, with room for all of them on both tiers."""
     turn, skipped = 8, 3
-    monkeypatch.setattr(long_rates, "LEAST_TURN", 2)
-    monkeypatch.setattr(long_rates, "MOST_TURN", turn)
-    monkeypatch.setattr(long_rates, "MOST_SKIPPED", skipped)
+    monkeypatch.setattr(host_times, "LEAST_TURN", 2)
+    monkeypatch.setattr(host_times, "MOST_TURN", turn)
+    monkeypatch.setattr(host_times, "MOST_SKIPPED", skipped)
     rng = random.Random(seed)
     rates = rng.choice((TURNS, TURNS, TOGETHER, ReadRates(step_s=1e-6, read_bytes_s=1.0)))
     caching = rng.random() < 0.7

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.model.formats import DUMMY_POOL_SIZE as POOL_SIZE
+from engine.model.formats import DUMMY_STD as STD
 from engine.model.formats import ParamSpec
-from engine.weights.reader import DUMMY_POOL_SIZE as POOL_SIZE
-from engine.weights.reader import DUMMY_STD as STD
 from engine.weights.reader import DummyWeights
 from tests.engine.conftest import TinyModels
 from tests.tiny import greedy, make_prompt, open_llm, write_config

@@ -23,7 +23,7 @@ def written(spec):
 
 
 def test_a_checkpoint_of_random_weights_is_that_of_the_model(home, monkeypatch):
-    monkeypatch.setattr(bare, "POOL_SIZE", 1009)
+    monkeypatch.setattr(bare, "DUMMY_POOL_SIZE", 1009)
     spec = small_spec(dtype="bfloat16")
     found = written(spec)
     folder, linked = sorted((home / "bench").iterdir())
@@ -42,7 +42,7 @@ def test_a_checkpoint_of_random_weights_is_that_of_the_model(home, monkeypatch):
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(home, monkeypatch):
-    monkeypatch.setattr(bare, "POOL_SIZE", 1009)
+    monkeypatch.setattr(bare, "DUMMY_POOL_SIZE", 1009)
     first = written(small_spec(dtype="bfloat16"))
     folder, linked = sorted((home / "bench").iterdir())
     file = folder / "model.safetensors"

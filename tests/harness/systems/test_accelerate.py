@@ -19,7 +19,7 @@ from engine.errors import CapacityError, EngineError, RequestError
 from harness.config.schema import SystemConfig
 from harness.systems.accelerate_engine import (
     AccelerateEngine,
-    Row,
+    BatchRow,
     Sizes,
     StaticBatch,
     described,
@@ -199,7 +199,7 @@ def test_positions_and_mask_of_a_padded_batch():
 
     model = Echo()
     rows = [
-        Row(request=Request(request_id=str(i), prompt_token_ids=prompt, params=greedy(num)))
+        BatchRow(request=Request(request_id=str(i), prompt_token_ids=prompt, params=greedy(num)))
         for i, (prompt, num) in enumerate([([3], 1), ([1, 2, 3], 3)])
     ]
     batch = StaticBatch(model, rows, "cpu")

@@ -11,7 +11,7 @@ from harness.config.serve import Arrivals, Turns
 from harness.work.open_loop import CUT_OFF, OpenLoop
 from harness.work.schedule import fill_tokens, plan_requests
 from harness.work.times import (
-    Window,
+    ArrivalWindow,
     arrival_window,
     count_requests,
     serving_metrics,
@@ -205,7 +205,7 @@ def test_a_ramp_is_served_and_not_counted(clock_start_s):
     served, door = run(planned(num_requests=7, arrivals=ramp))
     assert [time_s for _, time_s, _ in door.sent][4:] == pytest.approx([4, 4.5, 5])
     begin_s, end_s = (pytest.approx(clock_start_s + time_s) for time_s in (4, 5))
-    assert arrival_window(served) == Window(begin_s=begin_s, end_s=end_s)
+    assert arrival_window(served) == ArrivalWindow(begin_s=begin_s, end_s=end_s)
     metrics = serving_metrics(served, {"ttft_ms": 500.0})
     assert metrics["serve/sent_requests_s"] == pytest.approx(2.0)
     assert metrics["serve/requests_s"] == pytest.approx(3 / 1.875)

@@ -10,7 +10,7 @@ from harness import search as command
 from harness.config.compose import Composer
 from harness.point import point
 from harness.point.show import point_title
-from harness.search import Outcome, TrialRunner, open_study, require_optuna, write_best
+from harness.search import TrialOutcome, TrialRunner, open_study, require_optuna, write_best
 from harness.studies.search_request import parse_request
 from harness.sweep import track as sweep
 from reports.record.record import RunRecord
@@ -51,9 +51,9 @@ class Trials:
             raise KeyboardInterrupt
         self.ran.append(size)
         if size < 2:
-            return Outcome(status="refused", reason="the plan does not fit")
+            return TrialOutcome(status="refused", reason="the plan does not fit")
         excess = size - 6
-        return Outcome(
+        return TrialOutcome(
             status="ok",
             value=rate(size),
             excesses=(excess,),
@@ -116,7 +116,7 @@ class Refusing(Trials):
         if lacking <= 0:
             return super().run(number, proposal)
         self.ran.append(size)
-        return Outcome(status="refused", reason="over", excesses=(lacking,))
+        return TrialOutcome(status="refused", reason="over", excesses=(lacking,))
 
 
 INTERVAL = ("model=fake", "gpu=cpu", "offload=uva", "offload.uva.cpu_offload_gb=interval(0.0,32.0)")
