@@ -55,7 +55,6 @@ GROUP: Final = 8
 LOOKAHEADS: Final = (2, 1)
 """Groups ahead that are tried, that of conf/offload first."""
 
-
 Planned = Callable[[EngineConfig], MemoryPlan | None]
 """Plans another configuration of the same model and machine; None: it does not fit."""
 
@@ -99,11 +98,10 @@ class Way:
 
     def effect(self) -> str:
         """Return what it does to memory and tokens, in words."""
-        parts = [f"{gib(self.moved_bytes)} in host memory"] if self.moved_bytes else []
-        if not parts:
-            parts = ["no layer leaves the GPU"]
+        size = self.moved_bytes
+        parts = [f"{gib(size)} in host memory" if size else "no layer leaves the GPU"]
         if self.is_shorter:
-            parts = [f"up to {self.plan.max_model_len:,} tokens", *parts[: bool(self.moved_bytes)]]
+            parts = [f"up to {self.plan.max_model_len:,} tokens", *parts[: bool(size)]]
         if self.reads_kv_in_place:
             far = self.plan.kv.blocks(self.plan.max_model_len)[0] - self.plan.num_gpu_blocks
             parts.append(f"{gib(far * self.plan.block_bytes)} of KV read from host memory")
@@ -137,9 +135,8 @@ def way_rows(ways: Sequence[Way], context: int | None, *, is_fix: bool) -> list[
     if is_fix and simple is not None and all(way is not simple for _, way in chosen):
         chosen.append(("Simplest", simple))
     chosen += [("Shorter", way) for way in ways if way.is_shorter and way is not keeping[0]]
-    unit = "tok/s"
     return [
-        (label, " ".join(way.settings), f"{rate(way.tokens_s(context))} {unit}", way.effect())
+        (label, " ".join(way.settings), f"{rate(way.tokens_s(context))} tok/s", way.effect())
         for label, way in chosen
     ]
 

@@ -172,14 +172,11 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> Inputs:
     if not config.scenario.needs_engine:  # nothing of the model but its sizes
         return Inputs(engine=sizes_config(config, config.model.spec))
     path = fetch(config.model, report=say)
-    is_fake = config.model.fake is not None
-    facts = (
-        {"source": "fake", "path": None} if is_fake else identify(path, config.model.load_format)
-    )
+    load_format, is_fake = config.model.load_format, config.model.fake is not None
     return Inputs(
         engine=engine_config(config, path),
         model_path=path,
-        model_facts=facts,
+        model_facts={"source": "fake", "path": None} if is_fake else identify(path, load_format),
         prompts=prompts,
         trace=trace,
         yardstick=_yardstick_of(config, path),
@@ -339,9 +336,8 @@ class Attempt:
         The point ends where the worker fails otherwise, or the engine under test does not fit.
         """
         under_test = self.inputs.engine if self.config.system.kind == "native" else None
-        status, error, result = self._execute(
-            replace(job, system=SystemConfig(), under_test=under_test)
-        )
+        job = replace(job, system=SystemConfig(), under_test=under_test)
+        status, error, result = self._execute(job)
         if status in {"no_fit", "oom"} and error is not None and error["phase"] != PLAN_PHASE:
             return f"{status}: {error['message']}"
         self.findings.add({"plan": result.get("plan")})  # of the engine under test: no_fit's
@@ -363,8 +359,8 @@ class Attempt:
         path = self.home / "references" / f"{key}.json"
         if read_yardstick(path) is not None:
             return path
-        job = replace(self._job("yardstick", "yardstick"), engine=config, yardstick=path)
-        lack = self._make(job)
+        job = self._job("yardstick", "yardstick")
+        lack = self._make(replace(job, engine=config, yardstick=path))
         if lack is None:
             return path
         self.findings.reasons.append(
@@ -430,10 +426,8 @@ class Attempt:
             self.findings.notes.append(note)
 
     def _weight_files(self) -> list[Path]:
-        path = self.inputs.model_path
-        if self.config.model.load_format == "dummy" or path is None:
-            return []
-        return checkpoint_files(path)
+        model, path = self.config.model, self.inputs.model_path
+        return [] if path is None or model.load_format == "dummy" else checkpoint_files(path)
 
     def _take(self, job: WorkerJob, *, with_samples: bool = True) -> dict[str, Any]:
         """Run a worker and take over what it found; end the point unless it was ok.
@@ -789,15 +783,13 @@ class _Point:
         """Return whether the figures may be used; None where nobody compared the tokens."""
         if (findings.error or {}).get("type") == "WrongTokens":
             return False
-        has_figures = findings.status in MEASURED
-        if has_figures and findings.reasons:
+        if findings.status not in MEASURED:
+            return None
+        if findings.reasons:
             return False
-        checked = findings.effective.get("correctness") or {}
-        if not has_figures or not self._config.scenario.correctness.enabled:
-            return None
-        if checked.get("checked") is False:
-            return None
-        return True
+        correctness = findings.effective.get("correctness") or {}
+        is_checked = correctness.get("checked") is not False
+        return True if is_checked and self._config.scenario.correctness.enabled else None
 
     def _note_end(self, status: str) -> None:
         with suppress(OSError):
