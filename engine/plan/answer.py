@@ -427,11 +427,8 @@ def _context_lines(context: int | None) -> list[str]:
     """Say at which length ways were compared, where it is not a short one."""
     if context is None:
         return []
-    text = (
-        f"Rates are for sequences of {context:,} tokens: some of the ways that were compared keep "
-        "KV in host memory."
-    )
-    return labelled("Note", text)
+    text = f"Rates are for sequences of {context:,} tokens: some of the ways that were compared"
+    return labelled("Note", f"{text} keep KV in host memory.")
 
 
 def _fit_text(asked: Asked, plan: MemoryPlan) -> str:
@@ -513,14 +510,14 @@ def _resident_way(asked: Asked) -> Way | None:
 
 def _lossless_way(asked: Asked) -> Way | None:
     """Return everything on the GPU in codes; None: no room, no use, or ruled out."""
-    plan, offload = lossless_resident(asked), asked.config.offload
+    plan = lossless_resident(asked)
     if plan is None:
         return None
-    engine = replace(asked.config.engine, weight_format="lossless")
-    config = replace(asked.config, engine=engine, offload=OffloadConfig())
-    none = () if offload.backend == "none" else no_offload(asked.config.kv)
-    coded = in_codes(replace(asked, config=replace(asked.config, offload=OffloadConfig())))
+    none = () if asked.config.offload.backend == "none" else no_offload(asked.config.kv)
+    bare = with_offload(asked, OffloadConfig())
+    coded = in_codes(bare)
     assert coded is not None
+    config = replace(bare.config, engine=replace(bare.config.engine, weight_format="lossless"))
     return Way(settings=(*none, LOSSLESS_WORDS), asked=replace(coded, config=config), plan=plan)
 
 

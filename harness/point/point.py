@@ -113,8 +113,7 @@ class Findings(Report):
             self.plan = result.get("plan")
         for name in ("effective", "metrics", "samples"):
             mine = getattr(self, name)
-            for key, value in result.get(name, {}).items():
-                mine.setdefault(key, value)
+            setattr(self, name, {**mine, **result.get(name, {}), **mine})
         for name in ("measured", "reasons", "notes", "warnings"):
             getattr(self, name).extend(result.get(name, []))
 
@@ -413,15 +412,14 @@ class Attempt:
         self.findings.samples["load"] = outcome.samples
 
     def _note_cold(self, share: float | None) -> None:
-        if share is None:
-            note = "load: this kernel does not show whether the page cache was dropped."
-        elif share > COLD_SHARE:
+        if share is not None and share <= COLD_SHARE:
+            return
+        note = "load: this kernel does not show whether the page cache was dropped."
+        if share is not None:
             note = (
                 f"load: {share:.0%} of the checkpoint stayed in the page cache although the "
                 "harness dropped it: the cold start is partly warm."
             )
-        else:
-            return
         if note not in self.findings.notes:
             self.findings.notes.append(note)
 
@@ -454,8 +452,8 @@ class Attempt:
     def _result_of(self, job: WorkerJob) -> dict[str, Any]:
         """Return what a worker that ended has written; from then on the record holds it."""
         result = read_json(result_path(self.run_dir, job.name))
-        for path in (job_path(self.run_dir, job.name), result_path(self.run_dir, job.name)):
-            path.unlink(missing_ok=True)
+        for path_of in (result_path, job_path):
+            path_of(self.run_dir, job.name).unlink(missing_ok=True)
         return result
 
     def _execute(self, job: WorkerJob) -> tuple[str, ErrorFacts | None, dict[str, Any]]:
@@ -532,10 +530,8 @@ def _own_folder(run_dir: Path) -> Path:
     folder = run_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / RESULT_NAME).exists():
-        raise FileExistsError(
-            f"{folder}: expected a folder of this run's own, found the record of another. Choose "
-            "another folder."
-        )
+        what = "expected a folder of this run's own, found the record of another"
+        raise FileExistsError(f"{folder}: {what}. Choose another folder.")
     return folder
 
 
@@ -758,8 +754,7 @@ class _Point:
         # An engine that was not built says nothing; without a GPU the tiers would be emulated. A
         # server has its own machine.
         own = None if self._config.system.kind == "http" else self._gpu is None
-        emulated = effective.get("emulated", own)
-        environment = {**self._environment, "emulated": emulated}
+        environment = {**self._environment, "emulated": effective.get("emulated", own)}
         record = RunRecord(
             run_id=self._run_id,
             name=self._name,
