@@ -5,7 +5,6 @@ batch of 1 to MAX_SMALL_TOKENS tokens; and with every kind of weight, as of othe
 """
 
 import functools
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -99,9 +98,6 @@ def _launch_shape(
     """Return the kernel, the blocks of an expert and the shared memory of each."""
     tile = experts_tile(num_tokens, loader, max_shared_bytes(device), is_gated=is_gated)
     kernel = tile.kernel(loader, is_gated=is_gated, is_half=is_half, has_experts=True)
-    if tile.num_tiles > 1:  # registers for more blocks than shared memory holds would be spilled
-        held = max_shared_bytes(device) // tile.shared_bytes(loader)
-        kernel = replace(kernel, least_blocks=max(1, min(kernel.least_blocks, held)))
     blocks = tile.num_blocks(num_rows, is_gated=is_gated)
     return kernel, blocks, tile.shared_bytes(loader, num_tokens)
 
