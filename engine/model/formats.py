@@ -246,7 +246,11 @@ class UnpackedFormat(ReadFormat):
 
     @abstractmethod
     def dummies(self, tensor: TensorSpec) -> Iterable[tuple[str, float | str]]:
-        """Yield the views of random weights: one value everywhere, or one of quantised.DUMMIES."""
+        """Yield the views of random weights, and what is in them.
+
+        One value everywhere, or "bytes" (random ones), "float8" (draws in it), "noise" (what plain
+        weights have), "order" (the numbers of the elements), or a layout, whose table it is.
+        """
 
 
 class PackedFormat(Format):

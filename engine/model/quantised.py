@@ -47,9 +47,6 @@ from engine.model.schemes import (
     why_not,
 )
 
-DUMMIES: Final = ("bytes", "float8", "order", "noise", "nf4", MXFP4)
-"""Random bytes; draws in float8; the numbers of the elements; what plain weights have; tables of
-layouts."""
 _SPREAD: Final = MappingProxyType({"uint4": 4.6, "uint5": 9.2, "uint6": 18.5, "uint8": 73.9})
 """Standard deviation of values that are random bits."""
 _DUMMY_PART: Final = 16

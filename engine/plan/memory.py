@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from typing import Any
 
 from engine.asked.config import EngineConfig
@@ -13,7 +14,6 @@ from engine.model.rounding import described, weight_formats
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.cards import DeviceFacts
 from engine.plan.experts import ExpertPlan, plan_experts
-from engine.plan.notebook import plan_html
 from engine.plan.policy import Assignment, fall_back
 from engine.plan.rates import Rates, dma_run_bytes, rates_for, stage_tokens
 from engine.plan.resolve import capability_notes, window_notes
@@ -274,7 +274,21 @@ class MemoryPlan:
         return f"MemoryPlan({self.facts.name}, {self.dtype}: {self.where()})"
 
     def _repr_html_(self) -> str:
-        return plan_html(f"Plan for {self.facts.name}, {self.dtype}", self.to_dict())
+        """Return a table for notebooks: where weights are, KV, both memories by part."""
+        cells = (f"<tr><th>{escape(x)}</th><td>{escape(y)}</td></tr>" for x, y in self._table())
+        title = escape(f"Plan for {self.facts.name}, {self.dtype}")
+        return f"<table><caption>{title}</caption>{''.join(cells)}</table>"
+
+    def _table(self) -> Iterator[tuple[str, str]]:
+        sides = {"weights": self.placed_bytes(), "GPU": self.gpu_items, "host": self.host_items}
+        for side, items in sides.items():
+            for name, num_bytes in items.items():
+                if num_bytes:
+                    yield f"{side}, {name}", f"{num_bytes / GIB:.3g} GiB"
+        yield "GPU, budget", f"{self.gpu_budget_bytes / GIB:.3g} GiB"
+        yield "KV on the GPU", f"{self.kv_tokens:,} tokens"
+        if self.predicted is not None:
+            yield "a token, predicted", f"{self.predicted['decode_step_ms']:.4g} ms"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""

@@ -2,19 +2,19 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from engine.model.formats import EMBEDDING
+from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec, align
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.experts import ExpertLayer
-from engine.plan.held import NONE_PACKED, Held, Moved, Packed, held_bytes, moved_by
 from engine.plan.memory import MemoryPlan
 from engine.plan.rates import IN_PLACE_TILE_ROWS, Rates
 from engine.plan.sizes import padded_prefill
-from engine.plan.units import Feed, moving
+from engine.plan.units import RESIDENT, Feed, Residence, Slots, moving
 from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS
 
 LEAST_ROW_BYTES: Final = 2**16
@@ -40,9 +40,23 @@ LOSSLESS_MOST_TFLOPS: Final = 593.0
 """bf16 products of that card (H200), as reached. What restoring carries goes with multiprocessors
 and their clock, which from an RTX 3060 to an H200 differ by no more than the root of this rate; a
 card with more tensor cores restores no faster (not measured on any but an H200)."""
+RESTORING_WORK: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "uint4": 1.0,
+        "uint4+sub": 1.35,
+        "table4": 1.35,
+        "uint5": 1.8,
+        "uint5+sub": 1.8,
+        "uint6+sub": 1.8,
+        "uint8": 1.35,
+        "float8_e4m3fn": 1.3,
+    }
+)
+"""Time of products of 1 and 16 tokens over that of AWQ's values in float16, by kind: estimated for
+an H200, held against the steps of docs/performance.md. 5 bits: assumed."""
 QUANTISED_MOST: Final = ((8, 2.9), (64, 2.4))
 """Tokens of a product at most, and what restoring quantised weights in registers carries of their
-work (held.RESTORING_WORK), over the bytes of codes that it carries at 16 tokens (H200, steps of
+work (RESTORING_WORK), over the bytes of codes that it carries at 16 tokens (H200, steps of
 Llama 2 7B, docs/performance.md)."""
 PIECE_LAUNCHES: Final = 0.25
 """Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms where
@@ -61,6 +75,93 @@ PREFILL_TOKENS: Final = 2048
 """Prompt of the predicted prefill (less where max_model_len is)."""
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Bytes of weights that products restore."""
+
+    stored: int = 0
+    plain: int = 0
+    """Once they are restored."""
+    quantised: int = 0
+    """The part of `stored` that a checkpoint keeps quantised."""
+    quantised_plain: int = 0
+    """Once they are restored."""
+    quantised_work: int = 0
+    """quantised_plain, each times what its kind takes to restore (RESTORING_WORK)."""
+
+    def __add__(self, other: "Packed") -> "Packed":
+        """Return both together."""
+        return Packed(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def share(self, part: float) -> "Packed":
+        """Return a share of them."""
+        return Packed(*(round(part * size) for size in vars(self).values()))
+
+    @classmethod
+    def among(cls, tensors: Iterable[TensorSpec], formats: TensorFormats) -> "Packed":
+        """Return those among some tensors."""
+        restored, plain_bytes = formats.restored(tensors), formats.default.num_bytes
+        unpacked = formats.unpacked(restored)
+        quantised = [tensor for tensor, _ in unpacked]
+        work = (
+            RESTORING_WORK[kind] * plain_bytes(part)
+            for tensor, form in unpacked
+            for kind, part in form.kinds(tensor)
+        )
+        return cls(
+            stored=formats.total_bytes(restored),
+            plain=sum(map(plain_bytes, restored)),
+            quantised=formats.total_bytes(quantised),
+            quantised_plain=sum(map(plain_bytes, quantised)),
+            quantised_work=round(sum(work)),
+        )
+
+
+NONE_PACKED: Final = Packed()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of layers that have one residence in host memory."""
+
+    residence: Residence
+    sizes: tuple[int, ...]
+    """Bytes in each layer; 0: none."""
+    num_slots: int
+
+
+LayerBytes = Mapping[Residence, Sequence[tuple[int, Packed]]]
+"""Bytes that products read of each layer, and those of them that they restore, by residence."""
+
+
+def held_bytes(plan: MemoryPlan, *, of_experts: bool) -> LayerBytes:
+    """Return the bytes of each layer by residence: of experts, or of all but them."""
+    found: dict[Residence, list[tuple[int, Packed]]] = {}
+    for layer in plan.layers:
+        slabs = [(RESIDENT, layer.resident), *((unit.residence, unit.slab) for unit in layer.units)]
+        for residence, slab in slabs:
+            experts = [tensor for tensor in slab.tensors if tensor.num_experts]
+            size = sum(align(plan.formats.num_bytes(tensor)) for tensor in experts)
+            chosen = experts
+            if not of_experts:
+                size = slab.num_bytes - size
+                chosen = [tensor for tensor in slab.tensors if not tensor.num_experts]
+            if residence not in found:
+                found[residence] = [(0, NONE_PACKED)] * len(plan.layers)
+            found[residence][layer.index] = size, Packed.among(chosen, plan.formats)
+    return found
+
+
+def moved_by(plan: MemoryPlan, slots: Slots) -> Moved:
+    """Return the bytes of each layer that are copied into some slots."""
+    sizes = [0] * len(plan.layers)
+    for layer in plan.layers:
+        for unit in layer.units:
+            if unit.residence is slots.residence:
+                sizes[layer.index] = unit.slab.num_bytes
+    return Moved(slots.residence, tuple(sizes), slots.count)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What the times of a plan depend on beside the plan; bytes are those of its formats."""
@@ -68,9 +169,9 @@ class Shape:
     plan: MemoryPlan
     moved: tuple[Moved, ...]
     """What lies in host memory, by residence."""
-    dense: Held
+    dense: LayerBytes
     """Of each layer by where it lies, without experts: what products read."""
-    expert: Held
+    expert: LayerBytes
     """The same of experts, all of them; empty for a dense model."""
     head_bytes: int
     """Outside the layers, read from GPU memory by every step."""
@@ -423,7 +524,7 @@ def _kinds(shape: Shape, *, is_staged: bool) -> tuple[list[Kind], list[int]]:
     return shape.known_kinds[is_staged]
 
 
-def _read_bytes(shape: Shape, held: Held, *, is_staged: bool) -> list[tuple[Read, Read]]:
+def _read_bytes(shape: Shape, held: LayerBytes, *, is_staged: bool) -> list[tuple[Read, Read]]:
     """Return the bytes of each layer that products read from GPU memory, and in place."""
     empty = [(0, NONE_PACKED)] * len(shape.plan.layers)
     totals = {True: list(empty), False: list(empty)}

@@ -576,17 +576,10 @@ class DummyWeights:
                 self.fill([(ParamSpec(name, tuple(target.shape)), target)])
                 continue
             if value == "bytes":
-                start = _dummy_offset(ParamSpec(f"{name}.{view}", ()), self._seed)
-                for part, values in _spread(target.view(-1), self._bytes(target.device), start):
-                    part.copy_(values)
+                self._draw(f"{name}.{view}", target, self._bytes(target.device))
             elif value == "float8":
                 draws = target.view(torch.float8_e4m3fn)
-                pool, start = (
-                    self._pool(name, draws),
-                    _dummy_offset(ParamSpec(name, ()), self._seed),
-                )
-                for part, values in _spread(draws.view(-1), pool, start):
-                    part.copy_(values)
+                self._draw(name, draws, self._pool(name, draws))
             elif isinstance(value, str) and value in layouts.TABLES:
                 target.copy_(torch.tensor(layouts.TABLES[value]))
             elif value == "order":
@@ -594,6 +587,12 @@ class DummyWeights:
             else:
                 target.fill_(float(value))
             self._progress(target.nbytes)
+
+    def _draw(self, name: str, target: torch.Tensor, pool: torch.Tensor) -> None:
+        """Fill an array with the draws of a pool."""
+        start = _dummy_offset(ParamSpec(name, ()), self._seed)
+        for part, values in _spread(target.view(-1), pool, start):
+            part.copy_(values)
 
     def _bytes(self, device: torch.device) -> torch.Tensor:
         """Return random bytes on a device."""
