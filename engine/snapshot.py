@@ -83,8 +83,7 @@ def take_snapshot(engine: "Engine") -> Snapshot:
     scheduler, stats, pools = core.scheduler, core.scheduler.stats, core.pools
     gpu, host = [pool.use("gpu") for pool in pools], [pool.use("cpu") for pool in pools]
     first, size = pools[0].stats, pools[0].block_size
-    on_gpu = (first.hits_gpu + first.hits_unseen_gpu) * size
-    on_host = (first.hits_cpu + first.hits_unseen_cpu) * size
+    on_gpu, on_host = first.spared_gpu * size, first.spared_cpu * size
     use = LinkUse.of(tuple(core.recent))
     rates = (engine.plan.predicted or {}).get("rates", {})
     rate_gb_s = rates.get("h2d_gb_s")

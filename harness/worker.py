@@ -25,7 +25,7 @@ from engine.model.routing import write_trace
 from engine.sealed import GIB
 from harness.config.schema import QualityScenario, RequestSet
 from harness.config.serve import ServeScenario
-from harness.config.study import StepsScenario, TiersScenario
+from harness.config.study import OverheadScenario, StepsScenario, TiersScenario
 from harness.folders import plain
 from harness.observe.host import process_memory, reset_rss_peak
 from harness.observe.link import LinkCounter
@@ -473,21 +473,7 @@ class Work:
         if scenario.quality is not None:
             self._run_quality(llm, scenario.quality)
         if scenario.overhead is not None:
-            self._state.enter("overhead")
-            self._result["samples"]["overhead"] = measure_overhead(
-                llm,
-                scenario.overhead,
-                clock=self._door.clock,
-                on_progress=self._state.running,
-                on_end=self._requests.of("overhead", 0),
-                t=self._job.t,
-                served={
-                    "wait": self._door.wait,
-                    "open_door": self._door.open_async,
-                    "run_async": self._door.run_async,
-                },
-            )
-            self._result["measured"].append("overhead")
+            self._run_overhead(llm, scenario.overhead)
 
     def _end_timed(self, llm: Engine, timed: dict[str, StepTotals]) -> None:
         metrics = self._result["metrics"]
@@ -541,6 +527,23 @@ class Work:
             for part, figures in self._result["samples"]["tiers"]["parts"].items()
             if "failed" in figures
         ]
+
+    def _run_overhead(self, llm: Engine, config: OverheadScenario) -> None:
+        self._state.enter("overhead")
+        self._result["samples"]["overhead"] = measure_overhead(
+            llm,
+            config,
+            clock=self._door.clock,
+            on_progress=self._state.running,
+            on_end=self._requests.of("overhead", 0),
+            t=self._job.t,
+            served={
+                "wait": self._door.wait,
+                "open_door": self._door.open_async,
+                "run_async": self._door.run_async,
+            },
+        )
+        self._result["measured"].append("overhead")
 
     def _link_counter(self) -> LinkCounter | None:
         gpu = self._gpu()

@@ -4,7 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -596,8 +596,8 @@ class HostTier:
 
     def moved(self) -> MoverStats:
         """Return what was moved since the load, all groups together."""
-        parts = [asdict(mover.stats) for mover in self.movers]
-        names = [item.name for item in fields(MoverStats)]
+        parts = [vars(mover.stats) for mover in self.movers]
+        names = vars(MoverStats())
         return MoverStats(**{name: sum(part[name] for part in parts) for name in names})
 
     def num_bytes(self) -> tuple[int, int]:

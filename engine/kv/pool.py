@@ -94,6 +94,16 @@ class PoolStats:
         """Found in the host tier."""
         return self.hits_loaded + self.hits_in_place
 
+    @property
+    def spared_gpu(self) -> int:
+        """Blocks that need not be computed, by what was found on the GPU."""
+        return self.hits_gpu + self.hits_unseen_gpu
+
+    @property
+    def spared_cpu(self) -> int:
+        """Blocks that need not be computed, by what was found in the host tier."""
+        return self.hits_cpu + self.hits_unseen_cpu
+
 
 BlockList = OrderedDict[int, int]
 """Block ids, the longest in the list first, with stamps of a clock that lists share."""

@@ -573,8 +573,8 @@ def kv_stats(groups: BlockGroups) -> dict[str, Any]:
         "block_bytes": pools[0].block_bytes,
         **sums,
         "prefix": {
-            "hits_gpu_tokens": (first.hits_gpu + first.hits_unseen_gpu) * size,
-            "hits_cpu_tokens": (first.hits_cpu + first.hits_unseen_cpu) * size,
+            "hits_gpu_tokens": first.spared_gpu * size,
+            "hits_cpu_tokens": first.spared_cpu * size,
             "missed_tokens": first.misses * size,
             "hits_gpu_bytes": sum(pool.stats.hits_gpu * pool.block_bytes for pool in pools),
             "hits_cpu_bytes": sum(pool.stats.hits_cpu * pool.block_bytes for pool in pools),

@@ -5,7 +5,7 @@ of steps and submits are this module's, of the same clock.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, Required, TypedDict, Unpack
 
 from engine.asked.request import TokenEvent
@@ -113,6 +113,12 @@ class StepTotals:
         """What the plan says of decode_moved_bytes."""
         return self.planned_copied_bytes + self.planned_read_bytes
 
+    def __iadd__(self, other: "StepTotals") -> "StepTotals":
+        """Add the sums over other steps."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        return self
+
     def add(self, step: Any, duration_s: float, plan: Any) -> None:
         """Count one step."""
         self.num_steps += 1
@@ -146,10 +152,9 @@ class DrivenStep:
     def only_decodes(self, batch: int) -> bool:
         """Return whether it decoded `batch` sequences and did nothing else."""
         stats = self.stats
-        return stats is not None and (stats.num_prefill_tokens, stats.num_decode_tokens) == (
-            0,
-            batch,
-        )
+        if stats is None or stats.num_prefill_tokens:
+            return False
+        return bool(stats.num_decode_tokens == batch)
 
 
 class Driver:
@@ -342,7 +347,6 @@ class Outcome:
     """What a reader should know; the figures stand."""
     is_cut: bool = False
     """Its time was over before all requests had ended."""
-
     num_unlisted_tokens: int = 0
     """Output tokens of requests that are not in the samples: of the other rates of a search."""
 
@@ -456,8 +460,7 @@ def measure_repeats(
     while len(found) < asked.repeats:
         outcome, steps = measure(len(found))
         found.append(outcome)
-        for item in fields(StepTotals):
-            setattr(totals, item.name, getattr(totals, item.name) + getattr(steps, item.name))
+        totals += steps
         if outcome.is_cut:
             break
         values = _values(found, SETTLES[asked.part])

@@ -41,6 +41,11 @@ COLUMNS: Final = (
     "copied_ahead_bytes",
 )
 """Columns of a row, behind its time."""
+HELD: Final[Mapping[str, tuple[str, ...]]] = {
+    "gpu": ("gpu.owned", "gpu.cached"),
+    "cpu": ("cpu.owned", "cpu.cached", "cpu.in_transit"),
+}
+"""Tier -> columns of the blocks that hold content in it."""
 COUNTED: Final[Mapping[str, tuple[str, ...]]] = {
     "kv/gpu_hit_tokens": ("prefix.hits_gpu_tokens",),
     "kv/cpu_hit_tokens": ("prefix.hits_cpu_tokens",),
@@ -114,10 +119,7 @@ class KVWatch(Watch):
     def _use(self, now: Counts) -> dict[str, float | None]:
         """Return mean and highest share of each tier that held content over the rows."""
         found: dict[str, float | None] = {}
-        for tier, names in (
-            ("gpu", ("gpu.owned", "gpu.cached")),
-            ("cpu", ("cpu.owned", "cpu.cached", "cpu.in_transit")),
-        ):
+        for tier, names in HELD.items():
             blocks = now.get(f"{tier}.blocks", 0)
             places = [1 + COLUMNS.index(name) for name in names]
             used = [sum(row[place] for place in places) for row in self._rows]
@@ -146,10 +148,10 @@ def kv_metrics(rose: Counts, wall_s: float) -> dict[str, float | None]:
     return metrics
 
 
-TIERS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+SERIES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("kv_gpu_owned_gib", ("gpu.owned",)),
-    ("kv_gpu_used_gib", ("gpu.owned", "gpu.cached")),
-    ("kv_cpu_used_gib", ("cpu.owned", "cpu.cached", "cpu.in_transit")),
+    ("kv_gpu_used_gib", HELD["gpu"]),
+    ("kv_cpu_used_gib", HELD["cpu"]),
 )
 """Name of a series -> columns of blocks that it is the sum of."""
 
@@ -168,7 +170,7 @@ def kv_series(samples: Mapping[str, Any] | None) -> Iterator[tuple[str, float, f
         if time_s < due_s:
             continue
         due_s = time_s + 1
-        for name, columns in TIERS:
+        for name, columns in SERIES:
             blocks = sum(row[places[column]] for column in columns)
             yield name, time_s, blocks * samples["block_bytes"] / GIB
 
@@ -249,12 +251,9 @@ def _shared_tokens(sent: Sequence[Sent]) -> int:
     """Return how many tokens of prompts another request leaves, in whatever order they run.
 
     In sorted order each neighbour has the longest common beginning, and the sum over neighbours
-    counts a beginning once less than requests have it.
+    counts a beginning once less than requests have it. A later turn begins with outputs too.
     """
-    ordered = sorted(
-        ((*prompt, *output), len(prompt))
-        for prompt, output in sent  # a later turn holds outputs
-    )
+    ordered = sorted(((*prompt, *output), len(prompt)) for prompt, output in sent)
     return sum(
         min(num_common(first, second), max(num_first, num_second))
         for (first, num_first), (second, num_second) in pairwise(ordered)

@@ -171,7 +171,7 @@ def add_part(copy: Copy) -> None:
         "scenario part",
         "harness/worker.py",
         (r"^(from harness\.work\.drive import )", r"from harness.work.toy import measure_toy\n\1"),
-        (r'^(            self\._result\["measured"\]\.append\("overhead"\)\n)', rf"\1{call}"),
+        (r"^(            self\._run_overhead\(llm, scenario\.overhead\)\n)", rf"\1{call}"),
     )
     row = '    Metric("toy/tokens", "twice the vocabulary"),\n'
     copy.edit("scenario part", "reports/record/metrics.py", (r"^(_SHOWN\b.*\(\n)", rf"\1{row}"))
