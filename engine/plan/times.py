@@ -43,21 +43,21 @@ card with more tensor cores restores no faster (not measured on any but an H200)
 RESTORING_WORK: Final[Mapping[str, float]] = MappingProxyType(
     {
         "uint4": 1.0,
-        "uint4+sub": 1.35,
-        "table4": 1.35,
-        "uint5": 1.8,
-        "uint5+sub": 1.8,
-        "uint6+sub": 1.8,
-        "uint8": 1.35,
-        "float8_e4m3fn": 1.3,
+        "uint4+sub": 1.5,
+        "table4": 1.5,
+        "uint5": 2.0,
+        "uint5+sub": 2.0,
+        "uint6+sub": 2.0,
+        "uint8": 1.25,
+        "float8_e4m3fn": 1.2,
     }
 )
 """Time of products of 1 and 16 tokens over that of AWQ's values in float16, by kind: estimated for
-an H200, held against the steps of docs/performance.md. 5 bits: assumed."""
-QUANTISED_MOST: Final = ((8, 2.9), (64, 2.4))
+an H200, held against steps of Llama 2 7B. 5 bits and tables: assumed."""
+QUANTISED_MOST: Final = ((8, 3.3), (64, 2.4))
 """Tokens of a product at most, and what restoring quantised weights in registers carries of their
 work (RESTORING_WORK), over the bytes of codes that it carries at 16 tokens (H200, steps of
-Llama 2 7B, docs/performance.md)."""
+Llama 2 7B)."""
 PIECE_LAUNCHES: Final = 0.25
 """Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms where
 a layer takes 0.73 (llama31_8b, H200)."""
@@ -621,6 +621,7 @@ def _restored_in_registers_s(rates: Rates, rows: int, packed: Packed) -> float:
     if rates.is_cpu:  # which restores them whole
         return seconds + packed.quantised_plain / (rates.restore_gb_s * 1e9)
     restored = _of_rows(QUANTISED_MOST, rows) * min(most, _of_rows(LOSSLESS_MOST_GB_S, 16) * scale)
+    read = WEIGHT_SHARE * rates.hbm_gb_s * 1e9
     return seconds + max(packed.quantised / read, packed.quantised_work / restored)
 
 
