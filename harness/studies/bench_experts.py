@@ -63,11 +63,11 @@ def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
             what = f"{table.title(name)}, batch {batch}: tokens/s"
             value = partial(_tokens_s, name, batch)
             table.add(name, what, value, batch=batch, is_ratio=False, least=least)
-    for name, ratio in PROMPT_TARGETS.items():
+    for name, bound in PROMPT_TARGETS.items():
         words = name.replace("_", " ")
         what = f"bf16 in 21.6 GiB, prompt of {PROMPT_TOKENS} tokens: time, {words} / cached"
         value = partial(prompt_ratio, name, "cached", PROMPT_TOKENS)
-        table.add(f"{name} cached", what, value, prompt=PROMPT_TOKENS, least=ratio)
+        table.add(f"{name} cached", what, value, prompt=PROMPT_TOKENS, least=bound)
     for name in ("cached", "lossless", "awq_cached"):
         what = (
             f"{table.title(name)}, prompt of {PROMPT_TOKENS} tokens: bytes / time / in-place rate"
