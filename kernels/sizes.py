@@ -1,5 +1,6 @@
 """Sizes of the operators' scratch memory and of codes: pure arithmetic, no torch needed."""
 
+import functools
 import math
 
 DECODE_SPLIT_TOKENS = 256
@@ -109,6 +110,7 @@ def prefill_num_parts(num_queries: int, num_heads: int, head_dim: int) -> int:
     return 1
 
 
+@functools.lru_cache(maxsize=1024)
 def prefill_partial_rows(num_queries: int, num_heads: int, head_dim: int, max_seq_len: int) -> int:
     """Return how many rows of partial results calls of so many queries or fewer have at most.
 

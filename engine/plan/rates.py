@@ -54,12 +54,14 @@ LAYER_OVERHEAD_S: Final = 12e-6
 attention of few keys, norms (H200: 10 to 12 us in OLMo-2 of 7B and 13B, plain and lossless)."""
 STEP_OVERHEAD_S: Final = 0.1e-3
 """One step beside its graph (H200: 0.08 to 0.11 ms): sampling, inputs, outputs."""
-EAGER_LAYER_OVERHEAD_S: Final = 0.95e-3
-"""Launches of one layer without graphs, where none were probed: steps of 1024 prompt tokens that
-they bound took 0.82 to 1.16 ms a layer (qwen3_4b, 36 layers, six runs on one host of an H200)."""
-EAGER_LAYER_LAUNCHES: Final = 100
-"""Their time over one launch of torch's addition, as a probe times it: 84 to 123 in those runs,
-where the latter took 7.1 to 10.5 us."""
+EAGER_LAYER_OVERHEAD_S: Final = 0.48e-3
+"""Launches of one layer without graphs, where none were probed: half of the 0.82 to 1.16 ms that
+steps of 1024 prompt tokens took a layer when Triton looked at every argument of a launch (qwen3_4b,
+36 layers, six runs on one host of an H200). Medians of steps of 512, 1024 and 2048 tokens were
+0.83, 0.81 and 0.81 ms a layer then, and 0.49, 0.29 and 0.36 without that."""
+EAGER_LAYER_LAUNCHES: Final = 50
+"""Their time over one launch of torch's addition, as a probe times it: half of 84 to 123, where the
+latter took 7.1 to 10.5 us."""
 HBM_COPY_SHARES: Final[Mapping[str, float]] = MappingProxyType(
     {
         # A layer of OLMo-2-7B in 80.0 us, 95.7 in bf16 (H200).

@@ -58,9 +58,9 @@ QUANTISED_MOST: Final = ((8, 3.3), (64, 2.4))
 """Tokens of a product at most, and what restoring quantised weights in registers carries of their
 work (RESTORING_WORK), over the bytes of codes that it carries at 16 tokens (H200, steps of
 Llama 2 7B)."""
-PIECE_LAUNCHES: Final = 0.25
-"""Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms where
-a layer takes 0.73 (llama31_8b, H200)."""
+PIECE_LAUNCHES: Final = 0.4
+"""Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms
+where a layer takes 0.48 (llama31_8b, H200)."""
 PACKED_READS: Final = 3.0
 """Reads of a float32 weight that a CPU's product of several rows takes beside its operations, as it
 lays the weight out anew: 2.5 to 4 for 2 to 16 rows (two cores)."""

@@ -125,14 +125,26 @@ class Decoder:
         Stream: everything is enqueued on the current stream; copies of offloaded weights run
         beside it and are joined before this returns. Keys and values are written to the cache.
         """
-        spec, store, table = self.spec, self.weights, self.routers.table
+        store, table = self.weights, self.routers.table
         if table is not None:
             assert batch.routes is not None
             batch = replace(batch, chosen=table.take(batch.routes))
-        store.begin_step(batch.num_tokens)
-        if batch.ahead:
-            assert self.decode_stages is not None
-            self.decode_stages.begin_step(batch.ahead)
+        with torch.inference_mode():
+            store.begin_step(batch.num_tokens)
+            if batch.ahead:
+                assert self.decode_stages is not None
+                self.decode_stages.begin_step(batch.ahead)
+            hidden, residual = self._run_layers(batch, between)
+            for tokens, take in batch.scored:
+                self._score(tokens, hidden, residual, take)
+            rows = batch.num_logits
+            if rows:
+                self._write_logits(batch, hidden, residual, self.logits[:rows])
+            store.end_step()
+        return self.logits[:rows]
+
+    def _run_layers(self, batch: Batch, between: Callable[[], object] | None) -> Hidden:
+        spec, store = self.spec, self.weights
         hidden = self.embedding(batch.input_ids, store.outer(EMBEDDING), spec.embedding_scale)
         run = self._pre_norm_layer if spec.architecture.norms == "pre" else self._post_norm_layer
         residual: Tensor | None = None
@@ -142,13 +154,7 @@ class Decoder:
             store.release(index)
             if between is not None:
                 between()
-        for tokens, take in batch.scored:
-            self._score(tokens, hidden, residual, take)
-        rows = batch.num_logits
-        if rows:
-            self._write_logits(batch, hidden, residual, self.logits[:rows])
-        store.end_step()
-        return self.logits[:rows]
+        return hidden, residual
 
     def _score(
         self,
@@ -219,15 +225,12 @@ class Decoder:
         return hidden, residual
 
     def _attention(self, batch: Batch, weights: Weights, index: int, hidden: Tensor) -> Tensor:
-        spec, layer, size = (
-            self.spec,
-            self.layers[index],
-            (batch.num_tokens, -1, self.spec.head_dim),
-        )
-        bias, workspace = weights.get("self_attn.qkv_proj.bias"), self.workspace
+        spec, layer, workspace = self.spec, self.layers[index], self.workspace
+        bias, num_kv_heads = weights.get("self_attn.qkv_proj.bias"), spec.num_key_value_heads
         qkv = layer.qkv(hidden, weights["self_attn.qkv_proj.weight"], bias, workspace=workspace)
-        q, k, v = torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
-        q_TNH, k_TKH, v_TKH = q.view(size), k.view(size), v.view(size)
+        heads = spec.num_attention_heads, num_kv_heads, num_kv_heads
+        by_head = qkv.view(batch.num_tokens, -1, spec.head_dim)
+        q_TNH, k_TKH, v_TKH = by_head.split_with_sizes(heads, 1)
         k_cache, v_cache = self.cache.layer(index)
         kv.rotary_write_kv_(
             q_TNH,
@@ -244,7 +247,7 @@ class Decoder:
             spec.architecture.norm_offset,
             self.cache.host_layer(index),
         )
-        out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        out = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         call = AttentionCall(
             q_TNH,
             k_cache,
@@ -281,8 +284,11 @@ class Decoder:
             call = _part(step, own, own, host)
             self.decode_stages.attend(call, decode, self.workspace)
         if batch.prefill_starts is not None:
+            rest = step
+            if edge or batch.staged:
+                rest = _part(step, slice(edge, None), slice(edge, batch.num_rows))
             attention.paged_prefill_attention(
-                _part(step, slice(edge, None), slice(edge, batch.num_rows)),
+                rest,
                 batch.prefill_starts,
                 max_query_len=batch.max_prefill_tokens,
                 workspace=self.prefill_workspace,

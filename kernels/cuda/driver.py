@@ -254,7 +254,7 @@ def launch(
         with torch.cuda.device(index):
             launch(kernel, num_blocks, shared_bytes, args, device)
         return
-    stream = torch.cuda.current_stream(index).cuda_stream
+    stream = torch._C._cuda_getCurrentRawStream(index)  # noqa: SLF001  an object takes longer
     ready = _ready(kernel, num_blocks, shared_bytes, stream, index)
     pointers = _Pointers(ctypes.addressof(args))
     # Not through cuda.bindings: it copies the configuration anew in every call.

@@ -1,5 +1,6 @@
 """Weights in codes or quantised on a GPU: the whole matrix restored, or single rows of codes."""
 
+import functools
 from typing import Final
 
 import torch
@@ -32,14 +33,21 @@ def restore(weight: Codes | Quantised, out: torch.Tensor) -> None:
         weight: of whole tiles.
         out: bfloat16 or float16, at a multiple of 16 bytes.
     """
-    num_rows, num_columns = weight.shape
     loader = CODES if isinstance(weight, Codes) else loader_of(weight)
     args = args_of(weight, "restore")
     args.out = out.data_ptr()
+    shape = _launch_shape(*weight.shape, loader, is_half=out.dtype == torch.float16)
+    launch(*shape, args, out.device)
+
+
+@functools.cache
+def _launch_shape(
+    num_rows: int, num_columns: int, loader: Loader, *, is_half: bool
+) -> tuple[Kernel, int, int]:
+    """Return the kernel that restores a matrix, its blocks and the shared memory of each."""
     jobs = num_rows // 16 * -(-num_columns // 256)
-    kernel = restore_kernel(loader, is_half=out.dtype == torch.float16)
     shared_bytes = _RESTORE_WARPS * (4 * loader.chunk_bytes(1) + _RESTORED_BYTES)
-    launch(kernel, -(-jobs // _RESTORE_WARPS), shared_bytes, args, out.device)
+    return restore_kernel(loader, is_half=is_half), -(-jobs // _RESTORE_WARPS), shared_bytes
 
 
 def rows(codes: Codes, ids_T: torch.Tensor) -> torch.Tensor:

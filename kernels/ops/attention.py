@@ -18,6 +18,7 @@ from kernels.ops.checks import (
     check_dims,
     check_float,
     check_host,
+    check_stride,
     check_tensor,
 )
 from kernels.ref import attention as ref
@@ -185,7 +186,7 @@ def _check_call(name: str, call: AttentionCall) -> None:
     # Shapes are given in full where they can be: comparing with None costs a loop.
     num_seqs, table_width = block_tables.shape
     expected_cache = (num_blocks, num_kv_heads, tokens_per_block, head_size)
-    check_tensor(f"{name}.q", q, q_shape, dtype, device)
+    check_stride(f"{name}.q", q)
     check_tensor(f"{name}.k_cache", k_cache, expected_cache, dtype, device)
     check_tensor(f"{name}.v_cache", call.v_cache, cache_shape, dtype, device)
     tables_shape = (num_seqs, table_width)

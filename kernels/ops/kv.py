@@ -12,6 +12,7 @@ from kernels.ops.checks import (
     check_dims,
     check_float,
     check_host,
+    check_stride,
     check_tensor,
 )
 from kernels.ref import kv as ref
@@ -138,19 +139,22 @@ def _check_rotary_write_kv(
     check_float(f"{name}.q", q_TNH)
     check_dims(f"{name}.q", q_TNH, "TNH")
     check_dims(f"{name}.k", k_TKH, "TKH")
+    check_dims(f"{name}.cos_sin", cos_sin, "PR")
+    check_dims(f"{name}.k_cache", k_cache, "BKPH")
     num_tokens, num_q_heads, head_size = q_TNH.shape
     num_k_heads = k_TKH.shape[1]
     dtype, device = q_TNH.dtype, q_TNH.device
     kv_shape = (num_tokens, num_k_heads, head_size)
-    check_tensor(f"{name}.q", q_TNH, q_TNH.shape, dtype, device)
+    check_stride(f"{name}.q", q_TNH)
     check_tensor(f"{name}.k", k_TKH, kv_shape, dtype, device)
     check_tensor(f"{name}.v", v_TKH, kv_shape, dtype, device)
-    check_tensor(f"{name}.cos_sin", cos_sin, (None, None), torch.float32, device)
+    check_tensor(f"{name}.cos_sin", cos_sin, cos_sin.shape, torch.float32, device)
     check_tensor(f"{name}.positions", positions, (num_tokens,), torch.int64, device)
     check_tensor(f"{name}.slots", slots, (num_tokens,), torch.int64, device)
-    cache_shape = (None, num_k_heads, None, head_size)
-    check_tensor(f"{name}.k_cache", k_cache, cache_shape, dtype, device)
-    check_tensor(f"{name}.v_cache", v_cache, k_cache.shape, dtype, device)
+    num_blocks, _, tokens_per_block, _ = cache_shape = k_cache.shape
+    expected_cache = (num_blocks, num_k_heads, tokens_per_block, head_size)
+    check_tensor(f"{name}.k_cache", k_cache, expected_cache, dtype, device)
+    check_tensor(f"{name}.v_cache", v_cache, cache_shape, dtype, device)
     rotated = cos_sin.shape[1]
     if rotated % 2 or not 0 < rotated <= head_size:
         expected = f"an even number of columns, 2 to {head_size} (H)"

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from kernels.arguments import DecodeWorkspace
-from kernels.ops.checks import KernelArgumentError, check_dims, check_float, check_tensor
+from kernels.ops.checks import (
+    KernelArgumentError,
+    check_dims,
+    check_float,
+    check_stride,
+    check_tensor,
+)
 from kernels.ref import linear as ref
 from kernels.sizes import MAX_SMALL_TOKENS
 
@@ -77,6 +83,8 @@ def linear_silu_mul(
     if rows is not None:
         return _few_gated(rows, weight_2FD, bias, is_gelu=False).view(*x.shape[:-1], -1)
     product = ref.linear(x, weight_2FD, bias)
+    if product.dim() == 2:
+        return silu_mul(product)
     gated = silu_mul(product.reshape(-1, product.shape[-1]))
     return gated.view(*x.shape[:-1], gated.shape[-1])
 
@@ -100,6 +108,8 @@ def linear_gelu_mul(
     if rows is not None:
         return _few_gated(rows, weight_2FD, bias, is_gelu=True).view(*x.shape[:-1], -1)
     product = ref.linear(x, weight_2FD, bias)
+    if product.dim() == 2:
+        return gelu_mul(product)
     gated = gelu_mul(product.reshape(-1, product.shape[-1]))
     return gated.view(*x.shape[:-1], gated.shape[-1])
 
@@ -247,7 +257,8 @@ def _check_linear(
     check_float(f"{name}.x", x)
     if x.dim() == 0:
         raise KernelArgumentError(f"{name}.x", "one dimension or more", "none")
-    shape = (None, x.shape[-1])
+    rows = weight.shape[0] if weight.dim() == 2 else None
+    shape = (rows, x.shape[-1])
     check_tensor(f"{name}.weight", weight, shape, x.dtype, x.device, last_contiguous=False)
     if bias is not None:
         check_tensor(f"{name}.bias", bias, (weight.shape[0],), x.dtype, x.device)
@@ -266,7 +277,7 @@ def _check_gate_up(name: str, gate_up_T2F: torch.Tensor) -> None:
     what = f"{name}.gate_up"
     check_float(what, gate_up_T2F)
     check_dims(what, gate_up_T2F, "TF")
-    num_tokens, width = gate_up_T2F.shape
+    width = gate_up_T2F.shape[1]
     if width % 2:
         raise KernelArgumentError(what, "an even number of columns", f"{width}")
-    check_tensor(what, gate_up_T2F, (num_tokens, width), gate_up_T2F.dtype, gate_up_T2F.device)
+    check_stride(what, gate_up_T2F)

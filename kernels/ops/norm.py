@@ -5,7 +5,13 @@ Shape letters: T tokens, D hidden.
 
 import torch
 
-from kernels.ops.checks import KernelArgumentError, check_dims, check_float, check_tensor
+from kernels.ops.checks import (
+    KernelArgumentError,
+    check_dims,
+    check_float,
+    check_stride,
+    check_tensor,
+)
 from kernels.ref import norm as ref
 
 # Triton is imported by the first call on a GPU: machines without one need not have it.
@@ -30,7 +36,7 @@ def rms_norm(
     check_float("rms_norm.x", x)
     if x.dim() == 0:
         raise KernelArgumentError("rms_norm.x", "one dimension or more", "none")
-    check_tensor("rms_norm.x", x, x.shape, x.dtype, x.device)
+    check_stride("rms_norm.x", x)
     check_tensor("rms_norm.weight", weight, (x.shape[-1],), x.dtype, x.device)
     if x.is_cuda:
         from kernels.triton import norm
@@ -60,7 +66,7 @@ def add_rms_norm(
     """
     check_float("add_rms_norm.x", x)
     check_dims("add_rms_norm.x", x, "TD")
-    check_tensor("add_rms_norm.x", x, x.shape, x.dtype, x.device)
+    check_stride("add_rms_norm.x", x)
     check_tensor("add_rms_norm.residual", residual, x.shape, x.dtype, x.device)
     check_tensor("add_rms_norm.weight", weight, (x.shape[1],), x.dtype, x.device)
     if x.is_cuda:
@@ -88,7 +94,7 @@ def rms_norm_add_(
     """
     check_float("rms_norm_add_.x", x)
     check_dims("rms_norm_add_.x", x, "TD")
-    check_tensor("rms_norm_add_.x", x, x.shape, x.dtype, x.device)
+    check_stride("rms_norm_add_.x", x)
     check_tensor("rms_norm_add_.residual", residual, x.shape, x.dtype, x.device)
     check_tensor("rms_norm_add_.weight", weight, (x.shape[1],), x.dtype, x.device)
     if x.is_cuda:

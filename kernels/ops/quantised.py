@@ -10,6 +10,7 @@ import torch
 from kernels.arguments import DecodeWorkspace, Joined, Quantised, Stored
 from kernels.ops import linear as plain
 from kernels.ops.checks import KernelArgumentError, check_tensor
+from kernels.ref import linear as plain_ref
 from kernels.ref import quantised as ref
 from kernels.sizes import MAX_SMALL_TOKENS
 
@@ -58,17 +59,7 @@ def restore(weight: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
     check_tensor("restore.out", out, weight.shape, weight.dtype, device)
     if not out.is_contiguous():
         raise KernelArgumentError("restore.out", "a contiguous tensor", f"strides {out.stride()}")
-    if not out.is_cuda:
-        return ref.restore(weight, out)
-    if _fills_tiles(weight) and out.data_ptr() % 16 == 0:
-        from kernels.cuda import restore as cuda
-
-        cuda.restore(weight, out)
-    else:
-        from kernels.triton import quantised
-
-        quantised.restore(weight, out)
-    return out
+    return _restore(weight, out) if out.is_cuda else ref.restore(weight, out)
 
 
 def rows(weight: Quantised, ids_T: torch.Tensor) -> torch.Tensor:
@@ -124,7 +115,7 @@ def linear(
     if weight.columns is not None:
         x = x.index_select(-1, weight.columns)
     if not _is_small(x):
-        return plain.linear(x, _restored(weight), bias)
+        return plain_ref.linear(x, _restored(weight), bias)
     inputs = x.reshape(-1, x.shape[-1])
     if _fills_tiles(weight):
         from kernels.cuda import products
@@ -279,7 +270,22 @@ def _can_write(part: torch.Tensor | Quantised) -> bool:
 
 def _restored(weight: Quantised) -> torch.Tensor:
     """Return the matrix on a GPU, in its scratch if there is one."""
-    return restore(weight, weight.scratch)
+    if weight.scratch is None:
+        return restore(weight)
+    return _restore(weight, weight.scratch)
+
+
+def _restore(weight: Quantised, out: torch.Tensor) -> torch.Tensor:
+    """Write the matrix on a GPU into a contiguous tensor of its shape and dtype, and return it."""
+    if _fills_tiles(weight) and out.data_ptr() % 16 == 0:
+        from kernels.cuda import restore as cuda
+
+        cuda.restore(weight, out)
+    else:
+        from kernels.triton import quantised
+
+        quantised.restore(weight, out)
+    return out
 
 
 def _fills_tiles(weight: Quantised, *, is_gated: bool = False) -> bool:

@@ -1,8 +1,12 @@
 """Gated activations. T tokens, F feed-forward."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from kernels.triton.launch import Launcher
 
 _BLOCK_F = 1024
 
@@ -40,6 +44,12 @@ def _gated_kernel(
     tl.store(out + row * F + columns, product.to(out.dtype.element_ty), mask=mask)
 
 
+@functools.cache
+def _launcher(size: int, device: torch.device, *, is_gelu: bool) -> Launcher:
+    constants = {"F": size, "BLOCK_F": _BLOCK_F, "IS_GELU": is_gelu}
+    return Launcher(_gated_kernel, device, **constants, num_warps=4)
+
+
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """Launch kernels.ops.linear.silu_mul."""
     return _launch(gate_up_T2F, is_gelu=False)
@@ -53,16 +63,9 @@ def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 def _launch(gate_up_T2F: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
     num_rows, width = gate_up_T2F.shape
     size = width // 2
-    out = torch.empty((num_rows, size), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
+    out = gate_up_T2F.new_empty((num_rows, size))
     if num_rows == 0:
         return out
-    _gated_kernel[(num_rows, triton.cdiv(size, _BLOCK_F))](
-        gate_up_T2F,
-        out,
-        gate_up_T2F.stride(0),
-        F=size,
-        BLOCK_F=_BLOCK_F,
-        IS_GELU=is_gelu,
-        num_warps=4,
-    )
+    launch, grid = _launcher(size, out.device, is_gelu=is_gelu), (num_rows, -(-size // _BLOCK_F), 1)
+    launch(grid, (gate_up_T2F, out), (), (), gate_up_T2F.stride()[:1])
     return out

@@ -8,17 +8,15 @@ Shape letters: S sequences, M blocks per sequence, N query heads, K KV heads, G 
 KV head, H head size, P tokens per block, C splits of a sequence.
 """
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
-from kernels.arguments import (
-    AttentionCall,
-    DecodePart,
-    DecodeWorkspace,
-    HostCache,
-    decode_workspace,
-)
+from kernels.arguments import AttentionCall, DecodePart, DecodeWorkspace, decode_workspace
 from kernels.triton.dependent import fetch, launch_options, release, wait
+from kernels.triton.launch import Launcher, power_of_2
 from kernels.triton.sinks import sink_weights
 from kernels.triton.tiers import block_starts
 from kernels.triton.tiles import DecodeTile, decode_tile
@@ -97,18 +95,21 @@ def _decode_kernel(
     v_cache,
     host_k,
     host_v,
-    num_blocks,
-    block_tables,
-    seq_lens,
     partial,
     logsumexp,
     counters,
     sinks,
     out,
-    scale_log2,
+    block_tables,
+    seq_lens,
+    num_blocks,
     part_begin,
     part_end,
     is_last,
+    stride_table,
+    stride_lse_seq,
+    stride_lse_head,
+    scale_log2,
     stride_q_seq,
     stride_q_head,
     stride_k_block,
@@ -119,12 +120,9 @@ def _decode_kernel(
     stride_v_token,
     stride_host_k_block,
     stride_host_v_block,
-    stride_table,
     stride_partial_seq,
     stride_partial_head,
     stride_partial_split,
-    stride_lse_seq,
-    stride_lse_head,
     stride_out_seq,
     stride_out_head,
     G: tl.constexpr,
@@ -323,11 +321,6 @@ def paged_decode_part(call: AttentionCall, part: DecodePart) -> None:
     _launch(call, part.workspace, tile, num_splits, part)
 
 
-def _power_of_2(size: int) -> int:
-    """Return the next power of 2; Triton's own costs a launch of few programs some microseconds."""
-    return 1 << (size - 1).bit_length()
-
-
 def _launch(
     call: AttentionCall,
     workspace: DecodeWorkspace,
@@ -342,67 +335,94 @@ def _launch(
     partial, logsumexp = workspace.partial, workspace.logsumexp
     num_kv_heads, tokens_per_block = k_cache.shape[1], k_cache.shape[2]
     group = num_heads // num_kv_heads
-    rows = max(_MIN_DOT_ROWS, min(_MAX_DOT_ROWS, _power_of_2(group)))
-    row_tiles = -(-group // rows)
-    sum_rows = min(rows, _power_of_2(group))
+    sizes = group, head_size, tokens_per_block
+    window, has_sinks = call.window or 0, call.sinks is not None
+    launch, row_tiles = _launcher(
+        sizes,
+        tile,
+        window,
+        q_SNH.device,
+        is_tiered=call.host is not None,
+        is_part=part is not None,
+        has_sinks=has_sinks,
+    )
     head_programs = num_kv_heads * row_tiles
     split_programs = -(-_MAX_PROGRAMS // (num_seqs * head_programs))
     if call.host is not None:
         split_programs = max(split_programs, -(-_MIN_HOST_PROGRAMS // head_programs))
     split_programs = min(max(1, num_splits), split_programs)
-    padded = max(16, _power_of_2(head_size))
-    beside = call.host or HostCache(k_cache, v_cache)
-    _decode_kernel[(num_seqs, head_programs, split_programs)](
-        q_SNH,
-        k_cache,
-        v_cache,
-        beside.k,
-        beside.v,
-        k_cache.shape[0],
-        block_tables_SM,
-        seq_lens_S,
-        partial,
-        logsumexp,
-        workspace.counters,
-        out if call.sinks is None else call.sinks,
-        out,
-        call.scale * _LOG2_E,
-        0 if part is None else part.begin_key // tile.split,
-        0 if part is None else -(-part.end_key // tile.split),
-        0 if part is None else int(part.is_last),
-        q_SNH.stride(0),
-        q_SNH.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        v_cache.stride(2),
-        beside.k.stride(0),
-        beside.v.stride(0),
-        block_tables_SM.stride(0),
-        partial.stride(0),
-        partial.stride(1),
-        partial.stride(2),
-        logsumexp.stride(0),
-        logsumexp.stride(1),
-        out.stride(0),
-        out.stride(1),
+    host_k, host_v = (k_cache, v_cache) if call.host is None else (call.host.k, call.host.v)
+    splits = (0, 0, 0)
+    if part is not None:
+        last_split = -(-part.end_key // tile.split)
+        splits = part.begin_key // tile.split, last_split, int(part.is_last)
+    launch(
+        (num_seqs, head_programs, split_programs),
+        (
+            q_SNH,
+            k_cache,
+            v_cache,
+            host_k,
+            host_v,
+            partial,
+            logsumexp,
+            workspace.counters,
+            out if call.sinks is None else call.sinks,
+            out,
+        ),
+        (block_tables_SM, seq_lens_S),
+        (k_cache.shape[0], *splits, block_tables_SM.stride(0), *logsumexp.stride()[:2]),
+        (
+            call.scale * _LOG2_E,
+            *q_SNH.stride()[:2],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            host_k.stride(0),
+            host_v.stride(0),
+            *partial.stride()[:3],
+            *out.stride()[:2],
+        ),
+    )
+
+
+@functools.cache
+def _launcher(
+    sizes: tuple[int, int, int],
+    tile: DecodeTile,
+    window: int,
+    device: torch.device,
+    *,
+    is_tiered: bool,
+    is_part: bool,
+    has_sinks: bool,
+) -> tuple[Launcher, int]:
+    """Return what launches the kernel for these sizes, and the programs of a KV head's rows.
+
+    `sizes` are query heads of a KV head, elements of a head, tokens of a block.
+    """
+    group, head_size, tokens_per_block = sizes
+    rows = max(_MIN_DOT_ROWS, min(_MAX_DOT_ROWS, power_of_2(group)))
+    row_tiles = -(-group // rows)
+    sum_rows = min(rows, power_of_2(group))
+    launch = Launcher(
+        _decode_kernel,
+        device,
         G=group,
         ROWS=rows,
         ROW_TILES=row_tiles,
         SUM_ROWS=sum_rows,
         H=head_size,
-        H_PADDED=padded,
+        H_PADDED=max(16, power_of_2(head_size)),
         P=tokens_per_block,
         SPLIT=tile.split,
         KEYS=tile.keys,
         SPLITS_PER_STEP=tile.sum_splits(sum_rows),
-        WINDOW=call.window or 0,
-        TIERED=call.host is not None,
-        PART=part is not None,
-        HAS_SINKS=call.sinks is not None,
+        WINDOW=window,
+        TIERED=is_tiered,
+        PART=is_part,
+        HAS_SINKS=has_sinks,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **launch_options(q_SNH.device),
+        **launch_options(device),
     )
+    return launch, row_tiles

@@ -1,10 +1,14 @@
 """Normalisations. Shape letters: T tokens, N heads, D the normalised dimension."""
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.launch import Launcher, power_of_2
 
 _ELEMENTS_PER_PROGRAM = 2048
 
@@ -102,36 +106,36 @@ def _rms_norm_add_kernel(
     tl.store(sums_at, (before + normed).to(residual.dtype.element_ty), mask=mask)
 
 
+@functools.cache
+def _launcher(
+    kernel: Any, size: int, offset: float, device: torch.device, **options: Any
+) -> Launcher:
+    """Return what launches a kernel for rows of this size, several to a program with ROWS."""
+    block_d = power_of_2(size)
+    elements = block_d * options.get("ROWS", 1)
+    # At least 16 elements of a program's tile for a thread, within 1 to 16 warps.
+    warps = max(1, min(16, elements // 512))
+    sizes = {"OFFSET": offset, "D": size, "BLOCK_D": block_d, **options}
+    return Launcher(kernel, device, **sizes, num_warps=warps, **launch_options(device))
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> torch.Tensor:
     """Launch kernels.ops.norm.rms_norm."""
     size = x.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
     num_rows = rows.numel() // size
     if num_rows == 0:
         return out
     inner = rows.shape[1] if rows.dim() == 3 else 1
-    block_d = triton.next_power_of_2(size)
+    strides = rows.stride(0) if rows.dim() > 1 else 0, rows.stride(1) if rows.dim() == 3 else 0
     # A function of the size alone, so that a row's sum has the same order in every batch.
-    rows_per_program = max(1, min(16, _ELEMENTS_PER_PROGRAM // block_d))
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
-        rows,
-        weight,
-        out,
-        num_rows,
-        inner,
-        rows.stride(0) if rows.dim() > 1 else 0,
-        rows.stride(1) if rows.dim() == 3 else 0,
-        eps,
-        OFFSET=offset,
-        D=size,
-        BLOCK_D=block_d,
-        ROWS=rows_per_program,
-        num_warps=_num_warps(block_d * rows_per_program),
-        **launch_options(x.device),
-    )
+    each = max(1, min(16, _ELEMENTS_PER_PROGRAM // power_of_2(size)))
+    launch = _launcher(_rms_norm_kernel, size, offset, x.device, ROWS=each)
+    grid = -(-num_rows // each), 1, 1
+    launch(grid, (rows, weight, out), (), (num_rows,), (inner, *strides, float(eps)))
     return out
 
 
@@ -144,24 +148,12 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Launch kernels.ops.norm.add_rms_norm."""
     num_rows, size = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows == 0:
         return out
-    block_d = triton.next_power_of_2(size)
-    _add_rms_norm_kernel[(num_rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        x.stride(0),
-        residual.stride(0),
-        eps,
-        OFFSET=offset,
-        D=size,
-        BLOCK_D=block_d,
-        num_warps=_num_warps(block_d),
-        **launch_options(x.device),
-    )
+    launch = _launcher(_add_rms_norm_kernel, size, offset, x.device)
+    numbers = x.stride()[0], residual.stride()[0], float(eps)
+    launch((num_rows, 1, 1), (x, residual, weight, out), (), (), numbers)
     return out
 
 
@@ -176,22 +168,6 @@ def rms_norm_add_(
     num_rows, size = x.shape
     if num_rows == 0:
         return
-    block_d = triton.next_power_of_2(size)
-    _rms_norm_add_kernel[(num_rows,)](
-        x,
-        residual,
-        weight,
-        x.stride(0),
-        residual.stride(0),
-        eps,
-        OFFSET=offset,
-        D=size,
-        BLOCK_D=block_d,
-        num_warps=_num_warps(block_d),
-        **launch_options(x.device),
-    )
-
-
-def _num_warps(elements: int) -> int:
-    """Give a thread at least 16 elements of a program's tile, within 1 to 16 warps."""
-    return max(1, min(16, elements // 512))
+    launch = _launcher(_rms_norm_add_kernel, size, offset, x.device)
+    numbers = x.stride()[0], residual.stride()[0], float(eps)
+    launch((num_rows, 1, 1), (x, residual, weight), (), (), numbers)

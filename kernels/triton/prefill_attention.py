@@ -12,6 +12,7 @@ Where queries are few, programs share a tile's keys: each takes a run of them an
 and its softmax denominator, which a second kernel adds in the order of the runs.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +20,9 @@ import triton
 import triton.language as tl
 
 from kernels import sizes
-from kernels.arguments import (
-    AttentionCall,
-    HostCache,
-    PrefillPart,
-    PrefillState,
-    PrefillWorkspace,
-)
+from kernels.arguments import AttentionCall, PrefillPart, PrefillWorkspace
 from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.launch import Launcher, power_of_2
 from kernels.triton.sinks import sink_weights
 from kernels.triton.tiers import block_starts
 from kernels.triton.tiles import Tile, prefill_tile
@@ -98,7 +94,7 @@ def _split(
     """Lay partial results out; None where one part holds the keys of any sequence."""
     if workspace is not None:
         most_keys = min(most_keys, workspace.max_seq_len)
-    grid_parts = min(num_parts, triton.cdiv(most_keys, sizes.PREFILL_SPLIT_KEYS))
+    grid_parts = min(num_parts, -(-most_keys // sizes.PREFILL_SPLIT_KEYS))
     if grid_parts <= 1:
         return None
     if workspace is not None:
@@ -126,62 +122,59 @@ def _launch(
     num_kv_heads, tokens_per_block = k_cache.shape[1], k_cache.shape[2]
     group = num_heads // num_kv_heads
     # Without a part, and without a split, these are not read.
-    host = call.host or HostCache(k_cache, v_cache)
-    keys = part or PrefillPart(0, 0, is_last=True, state=PrefillState(out, out, out))
-    parts = split or _Split(out, out, 1, 1)
-    num_tiles = triton.cdiv(max_query_len * group, tile.rows)
-    _prefill_kernel[(num_tiles, num_kv_heads, num_seqs * parts.grid_parts)](
-        q,
-        k_cache,
-        v_cache,
-        host.k,
-        host.v,
-        k_cache.shape[0],
-        block_tables_SM,
-        query_starts_S1,
-        seq_lens_S,
-        keys.state.row_max,
-        keys.state.row_sum,
-        keys.state.acc,
-        keys.begin_key,
-        keys.end_key,
-        int(keys.is_last),
-        parts.partial,
-        parts.logsumexp,
-        parts.num_parts,
-        parts.grid_parts,
-        num_tokens * num_heads,
-        out if call.sinks is None else call.sinks,
-        out,
-        call.scale * _LOG2_E,
-        q.stride(0),
-        q.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        v_cache.stride(2),
-        host.k.stride(0),
-        host.v.stride(0),
-        block_tables_SM.stride(0),
-        out.stride(0),
-        out.stride(1),
-        G=group,
-        ROWS=tile.rows,
-        H=head_size,
-        H_PADDED=max(16, triton.next_power_of_2(head_size)),
-        P=tokens_per_block,
-        KEYS=tile.keys,
-        WINDOW=call.window or 0,
-        SPLIT=sizes.PREFILL_SPLIT_KEYS,
-        IS_PART=part is not None,
-        FILLING=_FILLING_WARPS // tile.num_warps,
-        IS_SPLIT=split is not None,
-        HAS_SINKS=call.sinks is not None,
-        num_warps=tile.num_warps,
-        num_stages=tile.stages_on(out.device, head_size),
-        **({"OVERLAPS": False} if split is None else launch_options(out.device)),
+    host_k, host_v = (k_cache, v_cache) if call.host is None else (call.host.k, call.host.v)
+    state, bounds = (out, out, out), (0, 0, 1)
+    if part is not None:
+        state = part.state.row_max, part.state.row_sum, part.state.acc
+        bounds = part.begin_key, part.end_key, int(part.is_last)
+    partial, logsumexp, num_parts, grid_parts = out, out, 1, 1
+    if split is not None:
+        partial, logsumexp = split.partial, split.logsumexp
+        num_parts, grid_parts = split.num_parts, split.grid_parts
+    num_tiles = -(-max_query_len * group // tile.rows)
+    has_sinks, at = call.sinks is not None, (call.window or 0, out.device)
+    launch = _launcher(
+        group,
+        head_size,
+        tokens_per_block,
+        tile,
+        *at,
+        is_part=part is not None,
+        is_split=split is not None,
+        has_sinks=has_sinks,
+    )
+    launch(
+        (num_tiles, num_kv_heads, num_seqs * grid_parts),
+        (
+            q,
+            k_cache,
+            v_cache,
+            host_k,
+            host_v,
+            *state,
+            partial,
+            logsumexp,
+            out if call.sinks is None else call.sinks,
+            out,
+        ),
+        (block_tables_SM, query_starts_S1, seq_lens_S),
+        (
+            k_cache.shape[0],
+            *bounds,
+            num_parts,
+            grid_parts,
+            num_tokens * num_heads,
+            block_tables_SM.stride(0),
+        ),
+        (
+            call.scale * _LOG2_E,
+            *q.stride()[:2],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            host_k.stride(0),
+            host_v.stride(0),
+            *out.stride()[:2],
+        ),
     )
     if split is not None:
         _sum_parts(call, query_starts_S1, max_query_len, split, tile)
@@ -201,31 +194,74 @@ def _sum_parts(
     out, num_kv_heads = call.out, call.k_cache.shape[1]
     num_tokens, num_heads, head_size = out.shape
     group = num_heads // num_kv_heads
-    num_blocks = triton.cdiv(max_query_len * group, _SUM_ROWS)
-    _sum_kernel[(num_blocks, num_kv_heads, call.seq_lens.shape[0])](
-        split.partial,
-        split.logsumexp,
-        split.num_parts,
-        num_tokens * num_heads,
-        query_starts_S1,
-        call.seq_lens,
-        out if call.sinks is None else call.sinks,
-        out,
-        out.stride(0),
-        out.stride(1),
+    num_blocks = -(-max_query_len * group // _SUM_ROWS)
+    has_sinks, at = call.sinks is not None, (call.window or 0, out.device)
+    launch = _sum_launcher(group, head_size, tile, *at, has_sinks=has_sinks)
+    launch(
+        (num_blocks, num_kv_heads, call.seq_lens.shape[0]),
+        (split.partial, split.logsumexp, out if call.sinks is None else call.sinks, out),
+        (query_starts_S1, call.seq_lens),
+        (split.num_parts, num_tokens * num_heads),
+        out.stride()[:2],
+    )
+
+
+@functools.cache
+def _launcher(
+    group: int,
+    head_size: int,
+    tokens_per_block: int,
+    tile: Tile,
+    window: int,
+    device: torch.device,
+    *,
+    is_part: bool,
+    is_split: bool,
+    has_sinks: bool,
+) -> Launcher:
+    """Return what launches _prefill_kernel for these sizes."""
+    return Launcher(
+        _prefill_kernel,
+        device,
+        G=group,
+        ROWS=tile.rows,
+        H=head_size,
+        H_PADDED=max(16, power_of_2(head_size)),
+        P=tokens_per_block,
+        KEYS=tile.keys,
+        WINDOW=window,
+        SPLIT=sizes.PREFILL_SPLIT_KEYS,
+        FILLING=_FILLING_WARPS // tile.num_warps,
+        IS_PART=is_part,
+        IS_SPLIT=is_split,
+        HAS_SINKS=has_sinks,
+        num_warps=tile.num_warps,
+        num_stages=tile.stages_on(device, head_size),
+        **(launch_options(device) if is_split else {"OVERLAPS": False}),
+    )
+
+
+@functools.cache
+def _sum_launcher(
+    group: int, head_size: int, tile: Tile, window: int, device: torch.device, *, has_sinks: bool
+) -> Launcher:
+    """Return what launches _sum_kernel for these sizes."""
+    return Launcher(
+        _sum_kernel,
+        device,
         G=group,
         ROWS=tile.rows,
         SUM_ROWS=_SUM_ROWS,
         H=head_size,
-        H_PADDED=max(16, triton.next_power_of_2(head_size)),
+        H_PADDED=max(16, power_of_2(head_size)),
         KEYS=tile.keys,
         SPLIT=sizes.PREFILL_SPLIT_KEYS,
         FILLING=_FILLING_WARPS // tile.num_warps,
         SUMMED_PARTS=_SUMMED_PARTS,
-        WINDOW=call.window or 0,
-        HAS_SINKS=call.sinks is not None,
+        WINDOW=window,
+        HAS_SINKS=has_sinks,
         num_warps=4,
-        **launch_options(out.device),
+        **launch_options(device),
     )
 
 
@@ -250,23 +286,24 @@ def _prefill_kernel(
     v_cache,
     stage_k,
     stage_v,
-    num_blocks,
-    block_tables,
-    query_starts,
-    seq_lens,
     state_max,
     state_sum,
     state_acc,
+    partial,
+    logsumexp,
+    sinks,
+    out,
+    block_tables,
+    query_starts,
+    seq_lens,
+    num_blocks,
     begin_key,
     end_key,
     is_last,
-    partial,
-    logsumexp,
     num_parts,
     grid_parts,
     stride_part,
-    sinks,
-    out,
+    stride_table,
     scale_log2,
     stride_q_token,
     stride_q_head,
@@ -278,7 +315,6 @@ def _prefill_kernel(
     stride_v_token,
     stride_stage_k_block,
     stride_stage_v_block,
-    stride_table,
     stride_out_token,
     stride_out_head,
     G: tl.constexpr,
@@ -624,12 +660,12 @@ def _attend_tiles(
 def _sum_kernel(
     partial,
     logsumexp,
-    num_parts,
-    stride_part,
-    query_starts,
-    seq_lens,
     sinks,
     out,
+    query_starts,
+    seq_lens,
+    num_parts,
+    stride_part,
     stride_out_token,
     stride_out_head,
     G: tl.constexpr,

@@ -4,12 +4,15 @@ T tokens, N query heads, K KV heads, H head size, R rotated elements, P tokens p
 takes one token and some heads of q, of k or of v; all heads where the norm spans them.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.arguments import HostCache
 from kernels.triton.dependent import launch_options, release, wait
+from kernels.triton.launch import Launcher, power_of_2
 from kernels.triton.tiers import block_starts
 
 _ELEMENTS_PER_PROGRAM = 2048
@@ -93,13 +96,13 @@ def _rotary_write_kv_kernel(
     q_weight,
     k_weight,
     cos_sin,
-    positions,
     k_cache,
     v_cache,
     host_k,
     host_v,
-    num_blocks,
+    positions,
     slots,
+    num_blocks,
     num_q_heads,
     num_k_heads,
     stride_q_token,
@@ -216,6 +219,46 @@ def _rotary_write_kv_kernel(
         tl.store(to, tl.load(source, mask=mask), mask=mask)
 
 
+@functools.cache
+def _launcher(
+    num_q_heads: int,
+    num_k_heads: int,
+    head_size: int,
+    rotated: int,
+    tokens_per_block: int,
+    norm: str,
+    offset: float,
+    device: torch.device,
+    *,
+    is_tiered: bool,
+) -> tuple[Launcher, int]:
+    """Return what launches the kernel for these sizes, and the programs of a token."""
+    half, padded = rotated // 2, power_of_2(head_size)
+    q_heads, k_heads = power_of_2(num_q_heads), power_of_2(num_k_heads)
+    # A function of the sizes alone, so that a token's result is the same in every batch.
+    most_heads = max(1, _ELEMENTS_PER_PROGRAM // padded)
+    if norm != "full":
+        q_heads, k_heads = min(q_heads, most_heads), min(k_heads, most_heads)
+    launch = Launcher(
+        _rotary_write_kv_kernel,
+        device,
+        NORM=norm,
+        OFFSET=offset,
+        H=head_size,
+        H_PADDED=padded,
+        HALF=half,
+        HALF_PADDED=power_of_2(half),
+        REST_PADDED=power_of_2(max(1, head_size - 2 * half)),
+        P=tokens_per_block,
+        Q_HEADS=q_heads,
+        K_HEADS=k_heads,
+        TIERED=is_tiered,
+        num_warps=max(1, min(8, max(q_heads, k_heads) * padded // 512)),
+        **launch_options(device),
+    )
+    return launch, -(-num_q_heads // q_heads) - 2 * (-num_k_heads // k_heads)
+
+
 def rotary_write_kv_(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
@@ -239,60 +282,36 @@ def rotary_write_kv_(
     norm = "none"
     if q_weight is not None:
         norm = "head" if q_weight.shape[0] == head_size else "full"
-    half = cos_sin.shape[1] // 2
-    half_padded = triton.next_power_of_2(half)
-    rest_padded = triton.next_power_of_2(max(1, head_size - 2 * half))
-    q_heads, k_heads = triton.next_power_of_2(num_q_heads), triton.next_power_of_2(num_k_heads)
-    # A function of the sizes alone, so that a token's result is the same in every batch.
-    most_heads = max(1, _ELEMENTS_PER_PROGRAM // triton.next_power_of_2(head_size))
-    if norm != "full":
-        q_heads, k_heads = min(q_heads, most_heads), min(k_heads, most_heads)
-    programs = triton.cdiv(num_q_heads, q_heads) + 2 * triton.cdiv(num_k_heads, k_heads)
-    elements = max(q_heads, k_heads) * triton.next_power_of_2(head_size)
-    beside = host or HostCache(k_cache, v_cache)
-    _rotary_write_kv_kernel[(num_tokens, programs)](
-        q_TNH,
-        k_TKH,
-        v_TKH,
-        cos_sin if q_weight is None else q_weight,
-        cos_sin if k_weight is None else k_weight,
-        cos_sin,
-        positions,
-        k_cache,
-        v_cache,
-        beside.k,
-        beside.v,
-        k_cache.shape[0],
-        slots,
-        num_q_heads,
-        num_k_heads,
-        q_TNH.stride(0),
-        q_TNH.stride(1),
-        k_TKH.stride(0),
-        k_TKH.stride(1),
-        v_TKH.stride(0),
-        v_TKH.stride(1),
-        cos_sin.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        v_cache.stride(2),
-        beside.k.stride(0),
-        beside.v.stride(0),
-        eps,
-        NORM=norm,
-        OFFSET=offset,
-        H=head_size,
-        H_PADDED=triton.next_power_of_2(head_size),
-        HALF=half,
-        HALF_PADDED=half_padded,
-        REST_PADDED=rest_padded,
-        P=k_cache.shape[2],
-        Q_HEADS=q_heads,
-        K_HEADS=k_heads,
-        TIERED=host is not None,
-        num_warps=max(1, min(8, elements // 512)),
-        **launch_options(q_TNH.device),
+    beside_k, beside_v = (k_cache, v_cache) if host is None else (host.k, host.v)
+    sizes = num_q_heads, num_k_heads, head_size, cos_sin.shape[1], k_cache.shape[2]
+    launch, programs = _launcher(*sizes, norm, offset, q_TNH.device, is_tiered=host is not None)
+    launch(
+        (num_tokens, programs, 1),
+        (
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            cos_sin if q_weight is None else q_weight,
+            cos_sin if k_weight is None else k_weight,
+            cos_sin,
+            k_cache,
+            v_cache,
+            beside_k,
+            beside_v,
+        ),
+        (positions, slots),
+        (k_cache.shape[0],),
+        (
+            num_q_heads,
+            num_k_heads,
+            *q_TNH.stride()[:2],
+            *k_TKH.stride()[:2],
+            *v_TKH.stride()[:2],
+            cos_sin.stride()[0],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            beside_k.stride()[0],
+            beside_v.stride()[0],
+            float(eps),
+        ),
     )
