@@ -237,7 +237,7 @@ def test_launches_hide_behind_copies_that_the_host_need_not_wait_for(
     without = prefill_s(shape, replace(RATES, eager_layer_overhead_s=0.0), 128)
     more = prefill_s(shape, RATES, 128) - without
     # Layers on the GPU before the first that is copied wait for theirs.
-    assert more < 4 * launch_s if is_hidden else more > 0.7 * OLMO_7B.num_hidden_layers * launch_s
+    assert more < 4 * launch_s if is_hidden else more > 0.5 * OLMO_7B.num_hidden_layers * launch_s
 
 
 def test_launches_of_a_step_without_graphs_are_those_that_were_probed() -> None:
