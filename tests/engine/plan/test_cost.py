@@ -233,11 +233,11 @@ def test_launches_hide_behind_copies_that_the_host_need_not_wait_for(
 ) -> None:
     config = configuration(OLMO_7B, memory_gib=15.99, offload=offload)
     shape = shape_of(plan_memory(config, OLMO_7B, replace(H100, **gaps)), OLMO_7B)
-    launch_s = RATES.eager_layer_overhead_s
+    launch_s = 1e-3
     without = prefill_s(shape, replace(RATES, eager_layer_overhead_s=0.0), 128)
-    more = prefill_s(shape, RATES, 128) - without
+    more = prefill_s(shape, replace(RATES, eager_layer_overhead_s=launch_s), 128) - without
     # Layers on the GPU before the first that is copied wait for theirs.
-    assert more < 4 * launch_s if is_hidden else more > 0.5 * OLMO_7B.num_hidden_layers * launch_s
+    assert more < 4 * launch_s if is_hidden else more > 0.7 * OLMO_7B.num_hidden_layers * launch_s
 
 
 def test_launches_of_a_step_without_graphs_are_those_that_were_probed() -> None:
@@ -248,7 +248,7 @@ def test_launches_of_a_step_without_graphs_are_those_that_were_probed() -> None:
         slow = RATES.measured({"launch_us": 1000.0})
         for tokens in (1, 64):
             seconds = step_s(eager, slow, prefill=tokens)
-            assert seconds == pytest.approx(0.1 * OLMO_7B.num_hidden_layers, rel=0.02)
+            assert seconds == pytest.approx(0.05 * OLMO_7B.num_hidden_layers, rel=0.02)
         cpu = cpu_rates().measured({"eager_layer_overhead_s": 1.0})  # an earlier version's probe
         assert decode_step_s(eager, cpu, 1, 64) == decode_step_s(shape, cpu, 1, 64)
 
@@ -381,10 +381,11 @@ def test_layers_with_a_slot_of_their_own_do_not_hold_the_link(num: int, step: in
 def test_prompts_that_run_as_graphs_do_not_wait_for_launches() -> None:
     shape = shape_of(plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64), OLMO_7B)
     eager = planned(shape, captured_prefills=())
-    launches = OLMO_7B.num_hidden_layers * RATES.eager_layer_overhead_s
-    assert prefill_s(shape, RATES, 256) < 0.5 * launches < prefill_s(eager, RATES, 256)
-    assert prefill_s(shape, RATES, 257) >= launches
-    assert prefill_s(shape, RATES, 16, 5) >= launches  # more prompts than a graph has
+    rates = replace(RATES, eager_layer_overhead_s=1e-3)
+    launches = OLMO_7B.num_hidden_layers * rates.eager_layer_overhead_s
+    assert prefill_s(shape, rates, 256) < 0.5 * launches < prefill_s(eager, rates, 256)
+    assert prefill_s(shape, rates, 257) >= launches
+    assert prefill_s(shape, rates, 16, 5) >= launches  # more prompts than a graph has
 
 
 def test_prompts_beside_decodes_are_padded_to_what_the_engine_runs() -> None:
