@@ -84,15 +84,8 @@ def read_run(run: str = LATEST) -> RunRecord:
 def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
     entry = find(_named(model))
     spec = describe(entry).spec
-    load_format = keywords.get("load_format", entry.load_format)
-    # Where files will be read from is of no account here, but that they will be.
-    path = entry.path or (None if load_format == "dummy" else ".")
-    sizes = ModelConfig(
-        name=entry.name,
-        path=path,
-        spec=spec,
-        **{**entry.loading(), "load_format": load_format},
-    )
+    loading = entry.loading() | {"load_format": keywords.get("load_format", entry.load_format)}
+    sizes = ModelConfig.of_sizes(entry.name, spec, entry.path, **loading)
     config = config_from_keywords(sizes, _noting(keywords))
     if gpu is not None:
         config = replace(config, gpu=_card(gpu, config.gpu))

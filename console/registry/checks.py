@@ -88,11 +88,8 @@ def config_of(settings: Mapping[str, Any], spec: ModelSpec, name: str = "model")
     Raises:
         ConfigError: the engine refuses a value.
     """
-    # Where files will be read from is of no account here, but that they will be.
     load_format = settings.get("load_format", "auto")
-    path = None if load_format == "dummy" else "."
-    model = ModelConfig(name=name, path=path, load_format=load_format, spec=spec)
-    return engine_config(model, settings)
+    return engine_config(ModelConfig.of_sizes(name, spec, load_format=load_format), settings)
 
 
 @contextmanager

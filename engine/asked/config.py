@@ -202,6 +202,22 @@ class ModelConfig(LoadConfig):
     spec: ModelSpec | None = None
     """Sizes; null: read from config.json in `path`."""
 
+    @classmethod
+    def of_sizes(
+        cls, name: str, spec: ModelSpec, path: str | None = None, **loading: Any
+    ) -> "ModelConfig":
+        """Return a model for a plan, which needs its sizes and no files.
+
+        Args:
+            name: short name.
+            spec: its sizes.
+            path: where its files are; None: not known, or not here yet.
+            loading: fields of LoadConfig.
+        """
+        # Where files will be read from is of no account, but that they will be.
+        is_dummy = loading.get("load_format") == "dummy"
+        return cls(name=name, spec=spec, path=path or (None if is_dummy else "."), **loading)
+
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds, or no sizes or weights are known."""
         super().check()
