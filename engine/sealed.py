@@ -161,7 +161,7 @@ def number_fault(
 
 def unit_hint(value: object) -> str:
     """Return how to write a number that was given with a unit; empty if it was not."""
-    found = re.fullmatch(r"([\d.]+) ?([a-zA-Z]{1,6}|%)", str(value))
+    found = re.fullmatch(r"(-?[\d.]+) ?([a-zA-Z]{1,6}|%)", str(value))
     if found is None:
         return ""
     size, unit = found[1], found[2].lower()

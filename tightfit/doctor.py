@@ -219,7 +219,7 @@ _SHOWN_RATES: Final = (("h2d_gb_s", "copies"), ("in_place_gb_s", "reads in place
 def _probed(facts: Facts) -> Line:
     what = "link" if facts.gpu is not None else "CPU rates"
     if facts.link is None:
-        remedy = "`tightfit run scenario=probe` measures it; predictions assume it until then."
+        remedy = "`tightfit run scenario=probe` measures them; until then, predictions assume them."
         return Line(what, "warn", "not probed", remedy)
     rates = [
         f"{words} {facts.link[name]:.1f} GB/s" for name, words in _SHOWN_RATES if name in facts.link

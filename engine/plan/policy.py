@@ -225,7 +225,7 @@ def assign_uva(spec: ModelSpec, config: OffloadConfig, formats: TensorFormats) -
     if last is not None and taken > budget and len(last.parts) > 1:
         notes.append(
             f"offload.uva.cpu_offload_gb: the budget ends inside {last.name}, which is one product "
-            f"and is taken whole ({taken / GIB:.3f} of {budget / GIB:.3f} GiB)."
+            f"and is taken whole ({taken / GIB:.4g} instead of {budget / GIB:.4g} GiB)."
         )
     return Assignment(placements, notes=notes)
 

@@ -29,6 +29,8 @@ def check_chosen(config: RunConfig, overrides: Sequence[str], *, in_sweep: bool 
         "system": config.system.kind,
         "tracking": config.tracking.backend,
     }
+    if not in_sweep:
+        _check_used(config, overrides)
     for item in overrides:
         group, _, name = item.lstrip("+").partition("=")
         if name not in NAMED.get(group, ()) or is_now[group] == name:
@@ -46,6 +48,27 @@ def check_chosen(config: RunConfig, overrides: Sequence[str], *, in_sweep: bool 
         if is_now[group] == "swap_space":
             use = f"kv.cpu_gib={config.kv.swap_space:g}, which holds KV blocks and no weights"
         raise ConfigError(f"{group}={name} conflicts with {given}. Use {use}, or {other}.")
+
+
+def _check_used(config: RunConfig, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for settings of a backend other than the one that was typed.
+
+    A sweep may hold those of each of its backends.
+    """
+    name, asked = config.offload_name, config.offload
+    is_set = {
+        "uva": asked.uva.is_set,
+        "prefetch": asked.prefetch.is_set,
+        "experts": asked.experts.is_set,
+    }
+    others = [key for key, given in is_set.items() if given and key != name]
+    typed = [item.lstrip("+") for item in overrides]
+    unused = [item for item in typed if item.startswith(tuple(f"offload.{key}." for key in others))]
+    if unused and f"offload={name}" in typed:
+        other = unused[0].split(".")[1]
+        raise ConfigError(
+            f"offload={name} does not use {' '.join(unused)}. Use offload={other}, or drop one."
+        )
 
 
 def _settings(config: RunConfig, group: str, name: str) -> dict[str, tuple[str, str]]:

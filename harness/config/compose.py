@@ -241,8 +241,10 @@ def _check_options(override: Override, options: Sequence[str]) -> None:
         if value not in options:
             if group == "gpu":
                 raise ConfigError(unknown_card(str(value), options))
-            is_elsewhere = group == "model" and "/" in str(value)
-            hint = _elsewhere(str(value)) if is_elsewhere else did_you_mean(str(value), options)
+            if group == "model" and "/" in str(value):
+                hint = _elsewhere(str(value))
+                raise ConfigError(f"model: expected a name of conf/model, got {value!r}.{hint}")
+            hint = did_you_mean(str(value), options)
             raise ConfigError(f"{group}: expected one of {listed}, got {value!r}.{hint}")
 
 

@@ -55,6 +55,7 @@ def test_every_door_says_what_is_meant(key: str, value: str, said: str, composer
         ("gpu.device=gpu", "Did you mean cuda?"),
         ("model.dtype=half", "Did you mean engine.dtype?"),
         ("engine.quantization=awq", "there is no such key: how a checkpoint is quantised is read"),
+        ("plan.reported_kv_gib=-3.44GiB", "Write the number alone: -3.44."),
         ("kv_cache_dtype=fp8", "there is no such key: KV is kept in the model's dtype."),
     ],
 )

@@ -39,6 +39,13 @@ def composer() -> Composer:
             "offload=none planner.auto_fields=[cpu_offload_gb]",
             ["conflicts with planner.auto_fields=[cpu_offload_gb]. Use offload=uva, or drop one."],
         ),
+        (
+            "offload=prefetch offload.uva.cpu_offload_gb=4",
+            [
+                "offload=prefetch does not use offload.uva.cpu_offload_gb=4. Use offload=uva, or "
+                "drop one."
+            ],
+        ),
         ("offload=none planner.choose=true", ["Use offload=auto, or drop one."]),
         (
             "offload=uva offload.offload_backend=auto offload.prefetch.offload_group_size=4",

@@ -315,9 +315,11 @@ def test_mistakes_are_refused_with_a_remedy(
 
 
 def test_warnings_are_returned_once_and_not_raised(composer: Composer) -> None:
-    (point,) = plan(composer, "offload=uva  offload.prefetch.offload_group_size=4").points
-    (message,) = point.warnings
+    swept = "-m  offload=uva,prefetch  offload.prefetch.offload_group_size=8"
+    uva, prefetch = plan(composer, swept).points
+    (message,) = uva.warnings
     assert "offload.prefetch" in message
+    assert prefetch.warnings == []
     assert plan(composer, "offload=uva").points[0].warnings == []
 
 
