@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 
 from engine.errors import ConfigError, did_you_mean
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def number(default: Any = dataclasses.MISSING, *, keyword: str = "", **bounds: Any) -> Any:

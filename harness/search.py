@@ -202,7 +202,7 @@ def judge(record: RunRecord, goal: Goal, folder: Path) -> TrialOutcome:
 
 LEAST_VERSION: Final = 4
 QUESTION_NAME: Final = "search.json"
-DATABASE_NAME: Final = "study.db"
+STUDY_NAME: Final = "study.db"
 UNKNOWN_GIB: Final = 1.0
 """What a trial without a value lacks, where no plan says by how much."""
 UNKNOWN: Final = (UNKNOWN_GIB,)
@@ -256,7 +256,7 @@ class Study:
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._optuna: Any = optuna
         self._request = request
-        path = str(folder / DATABASE_NAME).replace("{", "{{").replace("}", "}}")  # it is a template
+        path = str(folder / STUDY_NAME).replace("{", "{{").replace("}", "}}")  # it is a template
         self._study = optuna.create_study(
             study_name=request.name,
             storage=f"sqlite:///{path}",

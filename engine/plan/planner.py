@@ -50,11 +50,11 @@ from engine.plan.times import (
     shape_of,
 )
 from engine.plan.weight_format import (
+    CODES_WORTH,
     LOSSLESS,
     MIXED,
     NOTHING_KNOWN,
     PLAIN,
-    WORTH,
     best_mix,
     better,
     layers_alone,
@@ -511,7 +511,7 @@ def _not_needed_in_codes(asked: Asked, plan: MemoryPlan) -> list[str]:
     """Say what an offload costs where lossless weights fit without it and are faster."""
     coded = lossless_resident(asked)
     times_ms = [short_step_s(each, asked) * 1e3 for each in (plan, coded) if each is not None]
-    if coded is None or times_ms[0] < WORTH * times_ms[1]:
+    if coded is None or times_ms[0] < CODES_WORTH * times_ms[1]:
         return []
     with_ms, without_ms = times_ms
     return [

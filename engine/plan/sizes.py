@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.model.formats import EMBEDDING, HEAD, TensorFormats, TensorSpec, align
 from engine.model.routing import TABLE_ROWS, expert_sizes, is_replaced
 from engine.model.spec import ModelSpec
-from engine.sealed import GIB
+from engine.sealed import GIB, MIB
 from kernels.sizes import (
     MAX_SMALL_TOKENS,
     PREFILL_PART_KEYS,
@@ -504,7 +504,6 @@ def host_tier_sizes(
 # Steps, graphs, runtime, buffers.
 
 
-MIB = 2**20
 HOST_DECODES = 8
 """Largest decode batch that is captured once more for blocks in the host tier: only sequences that
 exceed the GPU's room own such blocks, and few of them run at once."""
@@ -512,7 +511,7 @@ WORKSPACE_BYTES = 32 * MIB
 """Workspace of cuBLAS for each stream that calls it (Hopper)."""
 PREFILL_SEQUENCES = 4
 """Prompts whose parts a captured step holds at most."""
-PREFILL_TOKENS = (16, 32, 64, 256)
+CAPTURED_PREFILL_TOKENS = (16, 32, 64, 256)
 """Tokens of prompts that captured steps are padded to."""
 MAX_LOAD_THREADS = 16
 """Most threads that read weights."""
@@ -546,7 +545,7 @@ def prefill_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[tuple
     """
     most = pad_batch(max_num_seqs)
     rows = sorted({0, min(8, most), min(64, most), most})
-    few, some, small, many = PREFILL_TOKENS
+    few, some, small, many = CAPTURED_PREFILL_TOKENS
     sizes = {
         (decodes, tokens)
         for decodes in rows

@@ -150,7 +150,7 @@ def _in_codes_are(asked: Asked, names: Collection[str]) -> Asked:
     return replace(asked, tensor_formats=formats)
 
 
-WORTH: Final = 1.02
+CODES_WORTH: Final = 1.02
 """How much faster weights in codes must be predicted to be where auto takes them and both fit."""
 
 
@@ -166,7 +166,7 @@ def better(plans: Mapping[str, MemoryPlan], config: EngineConfig) -> tuple[str, 
     what, unit, times = _times(plans, config.planner.objective)
     limits = {name: (plan.max_num_seqs, plan.max_model_len) for name, plan in plans.items()}
     for name in more:
-        is_faster = times[chosen] >= WORTH * times[name]
+        is_faster = times[chosen] >= CODES_WORTH * times[name]
         if limits[name] > limits[chosen] or (limits[name] == limits[chosen] and is_faster):
             chosen = name
     lacking = "" if PLAIN in plans else "plain weights do not fit"

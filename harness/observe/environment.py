@@ -59,7 +59,7 @@ def collect(gpu: Gpu | None) -> dict[str, Any]:
         "torch": versions["torch"],
         "python": platform.python_version(),
         "packages": versions,
-        "cpu": cpu_facts(),
+        "cpu": processor_facts(),
         "memory_bytes": psutil.virtual_memory().total,
         "swap_bytes": psutil.swap_memory().total,
         "numa": numa_facts(facts["numa_node"] if facts else None),
@@ -93,7 +93,7 @@ def torch_cuda() -> str | None:
     return None
 
 
-def cpu_facts() -> dict[str, Any]:
+def processor_facts() -> dict[str, Any]:
     """Return the CPU's name, its cores and sockets, those usable here, and its governor."""
     fields: dict[str, list[str]] = {}
     for line in _lines(Path("/proc/cpuinfo")):

@@ -82,7 +82,7 @@ class CounterReader:
         self._thread.join()
 
 
-def mean_rate(readings: list[Reading], begin_s: float, end_s: float) -> float | None:
+def mean_gb_s(readings: list[Reading], begin_s: float, end_s: float) -> float | None:
     """Return the mean GB/s of the readings that lie within a span.
 
     None where there are fewer than LEAST_READINGS.
@@ -106,7 +106,7 @@ def calibrate(
         return None
     with CounterReader(read, clock=clock) as reader:
         num_bytes, begin_s, end_s = stream(CALIBRATION_S)
-    counted = mean_rate(reader.readings, begin_s, end_s)
+    counted = mean_gb_s(reader.readings, begin_s, end_s)
     return num_bytes / 1e9 / (end_s - begin_s) / counted if counted else None
 
 
@@ -133,7 +133,7 @@ class LinkCounter:
             begin_s = self._clock()
             result = work()
             end_s = self._clock()
-        return result, mean_rate(reader.readings, begin_s, end_s)
+        return result, mean_gb_s(reader.readings, begin_s, end_s)
 
 
 def readings(table: Table) -> list[Reading]:
@@ -151,5 +151,5 @@ def payload_gb_s(table: Table, factor: float | None, begin_s: float, end_s: floa
 
     None without a calibration, or with too few readings.
     """
-    counted = mean_rate(readings(table), begin_s, end_s)
+    counted = mean_gb_s(readings(table), begin_s, end_s)
     return None if factor is None or counted is None else counted * factor

@@ -13,7 +13,7 @@ from catalogue.files import read_json, tightfit_home
 from engine.device.facts import num_threads
 from engine.device.gpu import Gpu
 from harness.folders import plain
-from harness.observe.environment import cpu_facts, package_version
+from harness.observe.environment import package_version, processor_facts
 from reports.record.record import write_text_atomic
 
 FOLDER: Final = "rates"
@@ -91,7 +91,7 @@ def identity(gpu: Gpu | None) -> dict[str, Any]:
         "uuid": facts.get("uuid"),
         "driver": facts.get("driver"),
         "torch": package_version("torch"),
-        "cpu": cpu_facts()["name"],
+        "cpu": processor_facts()["name"],
         **threads,
     }
 

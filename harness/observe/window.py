@@ -134,7 +134,7 @@ CLOCK_DROP: Final = 0.1
 """Below the highest SM clock of the window by this share, a clock is low."""
 CLOCK_SHARE: Final = 0.1
 """Share of the rows with a busy GPU that may have a low clock."""
-LINK_SHARE: Final = 0.5
+SLOW_LINK_SHARE: Final = 0.5
 """Share of the rows with a busy GPU from which on a link counts as below its maximum."""
 SWAPPED_BYTES: Final = 16 * 2**20
 """Swapped in and out in a window without a reason: a few idle pages move on any machine."""
@@ -258,7 +258,7 @@ def _link(window: Window, max_gen: int | None, max_width: int | None) -> str | N
     if not links or not max_gen or not max_width:
         return None
     below = [link for link in links if link[0] < max_gen or link[1] < max_width]
-    if len(below) <= LINK_SHARE * len(links):
+    if len(below) <= SLOW_LINK_SHARE * len(links):
         return None
     gen, width = max(set(below), key=below.count)
     return (

@@ -53,7 +53,7 @@ from harness.point.process import (
     result_path,
     start_worker,
 )
-from harness.point.progress import Display, LiveView, open_display, sweep_title
+from harness.point.progress import Display, LiveView, display_title, open_display
 from harness.point.rerun import Finished, FinishedPoints, fingerprint, input_hashes, take_over
 from harness.point.show import build_report, point_title, print_summary
 from harness.point.streams import interrupt_afterwards, sigterm_as_interrupt
@@ -591,7 +591,7 @@ class _Point:
 
     def run(self, command: Sequence[str]) -> RunRecord:
         """Run the point; see run_point."""
-        display = open_display(sweep=sweep_title(self._sweep, self._name))
+        display = open_display(sweep=display_title(self._sweep, self._name))
         tracker = GuardedTracker(Tracker())  # until there is the one that is asked for
         interrupt: KeyboardInterrupt | None = None
         findings = Findings()

@@ -85,7 +85,7 @@ class SweepTitle:
         return f"{self.text}, sweep {f'about {_span(left_s)} left' if left_s > 0 else 'ends soon'}"
 
 
-def sweep_title(sweep: SweepContext | None, name: str) -> SweepTitle | None:
+def display_title(sweep: SweepContext | None, name: str) -> SweepTitle | None:
     """Return what the display says of the sweep; None for a point by itself."""
     if sweep is None:
         return None

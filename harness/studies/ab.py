@@ -200,7 +200,7 @@ def _completed(rows: Rows) -> dict[tuple[Any, Any], Mapping[str, Any]]:
     return {(row.get("repeat"), row["request_id"]): row for row in ended}
 
 
-def compare_tokens(pairs: Sequence[tuple[Rows, Rows]]) -> dict[str, Any]:
+def token_agreement(pairs: Sequence[tuple[Rows, Rows]]) -> dict[str, Any]:
     """Return how many requests gave the same tokens on both sides, and the first that did not."""
     matched = [pair for one, other in pairs for pair in _matched(one, other)]
     known = [(x, y) for x, y in matched if x.get("tokens_hash") and y.get("tokens_hash")]
@@ -284,7 +284,7 @@ def comparison(ab: AbConfig, done: Done, *, is_interrupted: bool = False) -> Run
     tokens = {
         part: found
         for part in TOKEN_PARTS
-        if (found := compare_tokens(_rows(pairs, part)))["num_compared"]
+        if (found := token_agreement(_rows(pairs, part)))["num_compared"]
     }
     unequal = _unequal_alone(tokens)
     nodes = (record.config.get("system") or {} for _, record in done)

@@ -18,6 +18,7 @@ from catalogue.files import load_yaml, quote_texts
 from catalogue.models import describe
 from engine.errors import ConfigError, did_you_mean
 from engine.model.spec import ModelSpec
+from engine.plan.answer import GROUP
 from engine.sealed import GIB, yaml_text
 from harness.config.command import key_of
 from harness.config.compose import Composer
@@ -33,7 +34,6 @@ BACKENDS: Final = ("uva", "prefetch")
 DIGITS: Final = 12
 STEPS: Final = 16
 """Values of cpu_offload_gb in the space that is taken where none is given."""
-GROUP: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)

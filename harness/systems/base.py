@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.model.checkpoint import read_folder
 from engine.model.families import FULL, WINDOW
 from engine.model.spec import ModelSpec
-from engine.sealed import GIB
+from engine.sealed import GIB, MIB
 from harness.work.kv import num_common
 
 UNKNOWN_TOKEN: Final = -1
@@ -135,7 +135,6 @@ def config_json(spec: ModelSpec) -> dict[str, Any]:
     return found
 
 
-MIB: Final = 2**20
 RUNTIME_BYTES: Final = 864 * MIB
 """CUDA context and modules, outside the allocator, with room for those of any peer."""
 

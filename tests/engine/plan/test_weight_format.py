@@ -25,7 +25,7 @@ from engine.plan.rates import Rates, sheet_rates
 from engine.plan.sizes import restore_bytes
 from engine.plan.times import LOSSLESS_MOST_GB_S, decode_step_s, prefill_s, shape_of
 from engine.plan.units import PREFETCH, RESIDENT, UVA
-from engine.plan.weight_format import MIXED, WORTH, best_mix
+from engine.plan.weight_format import CODES_WORTH, MIXED, best_mix
 from engine.sealed import GIB
 from tests.engine.plan.test_choose import conf_spec
 from tests.engine.specs import CPU, H200, OLMO_7B, advised, configuration, prefetch, small_spec, uva
@@ -416,7 +416,7 @@ def test_a_card_that_lacks_a_little_packs_some_layers() -> None:
     record = plan.weight_format or {}
     times = {word: float(time) for time, word in re.findall(r"(\S+) s (\w+)", record["why"])}
     assert times.keys() == {"plain", "lossless", "mixed"}
-    assert WORTH * times["mixed"] < min(times["plain"], times["lossless"])
+    assert CODES_WORTH * times["mixed"] < min(times["plain"], times["lossless"])
     assert ratio(lossless) < ratio(plan) < 1
     assert plan.offloaded_layers == ()
     codes, rest = record["formats"]["lossless12"], record["formats"]["bfloat16"]
@@ -447,7 +447,7 @@ def test_the_head_stays_plain_where_to_restore_it_takes_more_room_than_its_codes
     )
     assert chosen(plan) == MIXED
     assert set(lossless.formats.others) - set(plan.formats.others) == {HEAD}
-    assert step_ms(plan) * WORTH < step_ms(lossless)
+    assert step_ms(plan) * CODES_WORTH < step_ms(lossless)
     moved = {t.name for layer in plan.layers for t in layer.offloaded_tensors if len(t.shape) == 2}
     assert moved <= set(plan.formats.others)
     few = on_card("rtx3060_12gb", AUTO, **(MANY | {"max_num_seqs": 32}))

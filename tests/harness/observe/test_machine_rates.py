@@ -55,7 +55,7 @@ def test_rates_are_kept_for_one_card_driver_and_processor(monkeypatch: pytest.Mo
     assert found.rates == {name: rate for name, rate in RATES.items() if rate is not None}
     others: list[Any] = [None, Card(driver="551.0"), Card(uuid="GPU-2"), Card(name="NVIDIA L40")]
     assert [read_rates(other) for other in others] == [None] * 4
-    monkeypatch.setattr(machine_rates, "cpu_facts", lambda: {"name": "another"})
+    monkeypatch.setattr(machine_rates, "processor_facts", lambda: {"name": "another"})
     assert read_rates(card) is None
 
 
@@ -161,7 +161,7 @@ def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch
 
     before = found("l4_24gb")
     text = " ".join(" ".join(point_lines(before)).split())
-    assert "(measure this machine's: tightfit run scenario=probe)" in text
+    assert "(measure this machine's: `tightfit run scenario=probe`)" in text
     write_rates(card, RATES)
     after = found("l4_24gb")
     text = " ".join(" ".join(point_lines(after)).split())

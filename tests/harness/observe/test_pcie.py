@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.device.gpu import Gpu
-from harness.observe.link import LinkCounter, LinkFactors, Reading, calibrate, mean_rate
+from harness.observe.link import LinkCounter, LinkFactors, Reading, calibrate, mean_gb_s
 from harness.systems.door import LinkWatch
 from harness.work.drive import StepTotals
 from harness.work.predicted import link_notes, transfer_metrics, transfer_reasons
@@ -113,8 +113,8 @@ def test_reading_ends_when_the_work_fails():
 
 def test_readings_across_an_edge_do_not_count():
     readings = [Reading(k / 10, (k + 1) / 10, 100.0 * k) for k in range(10)]
-    assert mean_rate(readings, 0.15, 0.75) == pytest.approx(400)  # 2 .. 6
-    assert mean_rate(readings, 0.15, 0.65) is None  # four are too few
+    assert mean_gb_s(readings, 0.15, 0.75) == pytest.approx(400)  # 2 .. 6
+    assert mean_gb_s(readings, 0.15, 0.65) is None  # four are too few
 
 
 class PcieNvml:

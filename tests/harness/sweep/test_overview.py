@@ -5,7 +5,7 @@ from io import StringIO
 
 from harness.config.schema import SweepContext
 from harness.point import progress
-from harness.point.progress import open_display, sweep_title
+from harness.point.progress import display_title, open_display
 from harness.point.show import point_line
 from harness.sweep.track import sweep_lines
 from reports.record.record import RunRecord
@@ -96,16 +96,16 @@ def test_the_live_view_says_where_the_sweep_stands(tmp_path, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now_s)
     sweep = SweepContext(sweep_id="s", folder=tmp_path, index=2, total=6, point_s=105.0)
-    title = sweep_title(sweep, "offload=prefetch")
+    title = display_title(sweep, "offload=prefetch")
     assert title.words() == "point 3 of 6 offload=prefetch, sweep about 7 min left"
     now_s = 160.0
     assert title.words() == "point 3 of 6 offload=prefetch, sweep about 6 min left"
     now_s = 1000.0
     assert title.words() == "point 3 of 6 offload=prefetch, sweep ends soon"
     shown = StringIO()
-    open_display(shown, sweep=sweep_title(replace(sweep, point_s=None), "a=1")).close()
+    open_display(shown, sweep=display_title(replace(sweep, point_s=None), "a=1")).close()
     assert shown.getvalue() == "point 3 of 6 a=1\n"
-    assert sweep_title(None, "a") is None
+    assert display_title(None, "a") is None
 
 
 def test_points_of_several_models_are_held_against_those_of_their_own(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.observe.link import mean_rate, payload_gb_s, readings
+from harness.observe.link import mean_gb_s, payload_gb_s, readings
 from harness.observe.window import (
     Span,
     Window,
@@ -111,8 +111,8 @@ def test_readings_across_an_edge_do_not_count():
     rows = table(
         pcie_rx_gb_s=lambda k: 100.0 * k, took_s=0.1, costly_clock_s=lambda k: 100 + k / 10
     )
-    assert mean_rate(readings(rows), 100.15, 100.75) == pytest.approx(400)  # 2 .. 6
-    assert mean_rate(readings(rows), 100.15, 100.65) is None  # four are too few
+    assert mean_gb_s(readings(rows), 100.15, 100.75) == pytest.approx(400)  # 2 .. 6
+    assert mean_gb_s(readings(rows), 100.15, 100.65) is None  # four are too few
 
 
 def test_the_cost_of_the_sampler():

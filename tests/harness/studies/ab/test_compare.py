@@ -6,12 +6,12 @@ import pytest
 
 from harness.studies.ab import (
     compare,
-    compare_tokens,
     geometric,
     per_request,
     resolved_share,
     result_lines,
     run_metrics,
+    token_agreement,
     verdict_of,
 )
 from reports.record.record import RunRecord
@@ -127,7 +127,7 @@ def test_requests_are_matched_one_by_one():
 def test_tokens_are_compared_request_by_request():
     ours = [row("l-0"), row("l-1"), row("l-0", repeat=1, tokens="y")]
     theirs = [row("l-0"), row("l-1", tokens="z"), row("l-0", repeat=1, tokens="y")]
-    assert compare_tokens([(ours, theirs)]) == {
+    assert token_agreement([(ours, theirs)]) == {
         "num_compared": 3,
         "num_equal": 2,
         "first_unequal": "l-1",
