@@ -98,7 +98,7 @@ def named(model: str, config_dir: Path | None = None) -> Model:
                 return _to_model(name, path, content)
         source = ModelSource(kind="hub", repo=model, revision="main")
         return Model(name=_short(model.partition("/")[2]), source=source)
-    if Path(model).is_absolute():
+    if model.startswith((".", "~", "/")):
         raise ConfigError(
             f"model: expected an existing folder or file, got {model!r}. Put it back, or give "
             "another one."

@@ -16,6 +16,7 @@ from rich.console import Console
 from catalogue.own_server import OwnServer
 from catalogue.terminal import CommandParser, say
 from engine.errors import EngineError
+from server.lifecycle import ERROR
 from server.settings import API_KEY_VARIABLE
 
 URL: Final = "http://127.0.0.1:8000"
@@ -167,7 +168,9 @@ def own_server(model: str, flags: Sequence[str], console: Console) -> Iterator[s
         with console.status(f"loading {model}"):
             url = server.wait_ready()
         if url is None:
-            raise ChatError("\n".join(server.last_lines))
+            lines = list(server.last_lines)
+            why = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+            raise ChatError("\n".join(why or lines))
         yield url
     finally:
         server.end(END_S)

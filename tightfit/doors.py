@@ -11,7 +11,7 @@ from catalogue.models import describe, find, located
 from engine import llm as engine_llm
 from engine.asked.config import GPUConfig, ModelConfig
 from engine.asked.keyword_types import Keywords
-from engine.asked.keywords import config_from_keywords, in_keywords, takes_keywords
+from engine.asked.keywords import as_keywords, config_from_keywords, in_keywords, takes_keywords
 from engine.device.machine import has_gpu
 from engine.errors import CapacityError, ConfigError
 from engine.plan.cards import DeviceFacts
@@ -65,7 +65,8 @@ def plan(model: str, gpu: str | None = None, **keywords: Unpack[Keywords]) -> Me
         ConfigError: there is no such model or card, or a keyword is refused.
     """
     with in_keywords(ModelUnavailableError):
-        return _planned(model, gpu, keywords)
+        found = _planned(model, gpu, keywords)
+    return replace(found, notes=tuple(map(as_keywords, found.notes)))
 
 
 def read_run(run: str = LATEST) -> RunRecord:

@@ -49,7 +49,8 @@ class _Parser(argparse.ArgumentParser):
             if meant:
                 hint = f"Did you mean {known[meant[0]]}?"
             message = f"unknown option {option}. {hint}"
-        raise ConfigError(f"command line: {message} See `tightfit run --help`.")
+        end = "" if message.endswith((".", "?")) else "."
+        raise ConfigError(f"command line: {message}{end} See `tightfit run --help`.")
 
 
 def _setting_like(option: str) -> str:

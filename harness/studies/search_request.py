@@ -1,6 +1,5 @@
 """What a search is asked: what it may choose, for which goal; its command line and its file."""
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -9,13 +8,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import yaml
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 
 from catalogue.files import load_yaml, quote_texts
 from catalogue.models import describe
+from catalogue.terminal import CommandParser
 from engine.errors import ConfigError, did_you_mean
 from engine.model.spec import ModelSpec
 from engine.plan.answer import GROUP
@@ -471,13 +471,8 @@ def _default(composer: Composer, base: Sequence[str]) -> Space:
     return default_space(describe(points[0].config.model).spec)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}. See tightfit search --help.")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="python -m harness.search", add_help=False, allow_abbrev=False)
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="tightfit search", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--maximize")

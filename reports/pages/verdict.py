@@ -161,7 +161,9 @@ def _message(error: Mapping[str, Any]) -> tuple[str, str]:
 def _label(record: RunRecord) -> str:
     count = num_warnings(record)
     more = f", with {count} warning{'s' if count > 1 else ''}" if count else ""
-    return f"{state(record)}: {STATUS_TEXT[record.status]}{more}"
+    text = STATUS_TEXT[record.status]
+    is_said = answer(record).lower() == text
+    return f"{state(record)}{'' if is_said else f': {text}'}{more}"
 
 
 def _error_lines(record: RunRecord) -> list[str]:
@@ -198,7 +200,8 @@ def _named(word: str, text: str) -> str:
 def _advice(record: RunRecord) -> list[str]:
     """Return what to change, where the error itself does not say so, as that of a refusal does."""
     error = record.error or {}
-    if error.get("type") == "HostOutOfMemory":
+    is_refusal = record.status == "failed" and not error.get("traceback")
+    if error.get("type") == "HostOutOfMemory" or is_refusal:
         return []
     text = {
         "oom": "GPU: lower engine.max_num_seqs, engine.max_num_batched_tokens or"
@@ -208,7 +211,7 @@ def _advice(record: RunRecord) -> list[str]:
         "timeout": f"Raise timeout_s (now {_now(record, 'timeout_s')}),"
         " or choose a scenario with fewer requests.",
         "killed": "Run the point again; the records of other points are kept.",
-        "failed": "The traceback is below; the worker's log is in the run's folder.",
+        "failed": "The traceback is below; worker.log is in the run's folder.",
     }.get(str(error.get("status") or record.status))
     if error.get("type") == "MemoryError":
         text = "Host: give the process more memory, or use less."

@@ -78,7 +78,7 @@ def test_names_are_models_and_every_one_is_found() -> None:
         ("smollm_135m", r"expected one of gemma3_1b, .*'smollm_135m'\. Did you mean smollm2_135m"),
         ("fake", "model fake: expected a model with a source"),
         ("local", "model local: expected a model with a source"),
-        ("./nothing", "a folder, or OWNER/NAME of a model hub, got './nothing'"),
+        ("./nothing", "expected an existing folder or file, got './nothing'. Put it"),
         ("/nothing/[x]", "expected an existing folder or file, got '/nothing/\\[x\\]'. Put it"),
     ],
 )

@@ -211,3 +211,17 @@ def test_a_plan_is_the_one_that_is_built(away: Path) -> None:
     for found in (built, planned):
         del found["host"]["limit_bytes"]  # what is free now
     assert built == planned
+
+
+@pytest.mark.parametrize("model", ["~/nope", "./nope", "/nope"])
+def test_a_folder_that_is_not_there_is_named_without_the_catalogue(model: str) -> None:
+    with pytest.raises(ConfigError, match="expected an existing folder or file, got"):
+        tightfit.plan(model)
+
+
+def test_notes_of_a_plan_speak_in_keywords() -> None:
+    found = tightfit.plan("smollm2_135m", gpu="rtx4080_16gb", cpu_offload_gb=0.1)
+    text = " ".join(found.notes)
+    assert "Remove the offload settings" in text
+    assert "offload." not in text
+    assert "offload=none" not in text

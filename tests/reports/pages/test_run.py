@@ -277,8 +277,8 @@ def test_load_table_has_the_bytes_of_phases():
         ("ok", True, "good", "ok, valid: the run ended and was measured"),
         ("ok", False, "warn", "ok, not valid: the run ended and was measured"),
         ("ok", None, "good", "ok, not judged: the run ended and was measured"),
-        ("oom", None, "bad", "oom: memory ran out"),
-        ("skipped", None, "warn", "skipped: the point was not run"),
+        ("oom", None, "bad", "oom"),
+        ("skipped", None, "warn", "skipped"),
     ],
 )
 def test_verdict_labels(status, valid, kind, label):
@@ -304,6 +304,15 @@ def test_a_refusal_alone_says_what_to_change():
     assert status_kind(no_fit_record()) == "bad"
     labels = {card.label: card.value for card in run_page(no_fit_record()).cards}
     assert labels == {"GPU needed": "15.5", "GPU usable": "13.6", "Over budget": "1.90"}
+
+
+def test_an_error_points_to_its_traceback_only_where_there_is_one():
+    error = {"type": "ModelUnavailableError", "message": "m", "phase": "prepare"}
+    found = verdict(ok_record(status="failed", metrics={}, error=error | {"traceback": None}))
+    assert (found.answer, found.label) == ("The run ended with an error", "failed")
+    assert (found.advice, found.traceback) == ((), None)
+    found = verdict(ok_record(status="failed", metrics={}, error=error | {"traceback": "t"}))
+    assert found.advice == ("The traceback is below; worker.log is in the run's folder.",)
 
 
 def test_a_host_over_its_limit_gives_no_advice_beside_the_error():
@@ -338,7 +347,6 @@ def test_a_partial_run_names_its_parts_and_keeps_its_figures():
         ("timeout", "Raise timeout_s (now 1800)"),
         ("oom", "engine.gpu_memory_utilization (now 0.85)"),
         ("killed", "Run the point again"),
-        ("failed", "the worker's log"),
     ],
 )
 def test_every_bad_end_says_what_to_change(status, words):
