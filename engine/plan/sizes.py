@@ -318,8 +318,8 @@ class HostKVPlan:
     """What serves the host tier of the KV cache; its blocks are those of `KVSizes.groups`."""
 
     stage_blocks: int
-    """Blocks of one layer that a prefill's stage buffer on the GPU holds; there are two. 0 where no
-    sequence uses host blocks in place."""
+    """Blocks of one layer that a stage buffer on the GPU holds, of NUM_STAGES. 0 where no sequence
+    uses host blocks in place."""
     dma_run_bytes: int
     """From this size on, neighbouring blocks that stay neighbours are one DMA copy; what is smaller
     goes together in one kernel."""
@@ -377,11 +377,12 @@ def staging_blocks(block_bytes: int) -> int:
     return max(1, STAGING_BYTES // block_bytes)
 
 
-STAGE_BYTES: Final = 32 * 2**20
-"""What one stage buffer of a prefill holds of one layer at most, unless a tile of keys is more."""
-STAGE_SHARE: Final = 1 / 16
+STAGE_BYTES: Final = 16 * 2**20
+"""What one stage buffer holds of one layer at most, unless a tile of keys is more."""
+STAGE_SHARE: Final = 1 / 32
 """Share of the GPU's room for KV that one stage buffer takes at most; likewise."""
-NUM_STAGES: Final = 2
+NUM_STAGES: Final = 4
+"""Stage buffers, which pieces of a sequence's keys are copied into."""
 _SLOT_BYTES: Final = 16
 """Numbers of stage slots, twice over, bytes a block."""
 

@@ -13,7 +13,7 @@ from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.experts import ExpertLayer
 from engine.plan.memory import MemoryPlan
 from engine.plan.rates import IN_PLACE_TILE_ROWS, Rates
-from engine.plan.sizes import padded_prefill
+from engine.plan.sizes import NUM_STAGES, padded_prefill
 from engine.plan.units import RESIDENT, Feed, Residence, Slots, moving
 from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS
 
@@ -400,7 +400,7 @@ def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
 
 
 def copied_keys(keys: Keys, rates: Rates) -> Iterator[FarKeys]:
-    """Yield how decodes copy host blocks ahead, in pieces, one beside the layer before, if so."""
+    """Yield how decodes copy host blocks ahead, in pieces, some beside the layer before, if so."""
     plan, host, first = keys.shape.plan, keys.shape.plan.host_kv, keys.shape.plan.kv.groups[0]
     far_bytes = keys.in_layer(first.window or plan.max_model_len, is_first=True)[1]
     run_bytes = copied_run_bytes(plan, rates)
@@ -410,7 +410,7 @@ def copied_keys(keys: Keys, rates: Rates) -> Iterator[FarKeys]:
         stage_bytes = host.stage_blocks * first.layer_bytes
         bytes_s, num_pieces = rates.rows_gb_s * 1e9, math.ceil(far_bytes / stage_bytes)
         launches = plan.use_graphs + num_pieces * PIECE_LAUNCHES
-        yield FarKeys(bytes_s, min(far_bytes, stage_bytes) / bytes_s, launches)
+        yield FarKeys(bytes_s, min(far_bytes, NUM_STAGES * stage_bytes) / bytes_s, launches)
 
 
 def copied_run_bytes(plan: MemoryPlan, rates: Rates) -> int | None:

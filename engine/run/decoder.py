@@ -19,7 +19,7 @@ from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import pad_batch
 from engine.run.inputs import Batch
 from engine.run.routing import Routers
-from engine.run.stages import DecodeStages, PrefillStages, StageBuffers
+from engine.run.stages import Stages
 from engine.weights.experts import ROUTED, RoutedExperts
 from engine.weights.store import OPERATORS, WeightStore
 from kernels.arguments import (
@@ -77,10 +77,8 @@ class Decoder:
     prefill_workspace: PrefillWorkspace
     logits: Tensor
     """float32 [most rows of a step, V], written by every step."""
-    stages: PrefillStages | None
-    """For prefills over blocks of both tiers; None where sequences own no host blocks."""
-    decode_stages: DecodeStages | None
-    """For decodes over blocks of both tiers; likewise."""
+    stages: Stages | None
+    """For sequences with blocks of both tiers; None where sequences own no host blocks."""
     routers: Routers
     """How tokens find their experts."""
 
@@ -99,7 +97,6 @@ class Decoder:
         queries = min(plan.max_num_batched_tokens, PREFILL_SPLIT_MAX_QUERIES)
         sizes = spec.num_attention_heads, spec.head_dim, plan.max_model_len
         head = EMBEDDING if spec.tie_word_embeddings else HEAD
-        buffers = StageBuffers(plan, device, cache) if cache.host_layers else None
         return cls(
             spec,
             store,
@@ -110,8 +107,7 @@ class Decoder:
             decode_workspace(rows, *sizes, at),
             prefill_workspace(queries, *sizes, at),
             torch.zeros((rows, spec.vocab_size), device=at),
-            None if buffers is None else PrefillStages(plan, spec, device, buffers),
-            None if buffers is None else DecodeStages(cache.host_layers, buffers),
+            Stages(plan, spec, device, cache) if cache.host_layers else None,
             routers,
         )
 
@@ -131,9 +127,8 @@ class Decoder:
             batch = replace(batch, chosen=table.take(batch.routes))
         with torch.inference_mode():
             store.begin_step(batch.num_tokens)
-            if batch.ahead:
-                assert self.decode_stages is not None
-                self.decode_stages.begin_step(batch.ahead)
+            if self.stages is not None:
+                self.stages.begin_step(batch.staged, batch.ahead)
             hidden, residual = self._run_layers(batch, between)
             for tokens, take in batch.scored:
                 self._score(tokens, hidden, residual, take)
@@ -278,11 +273,6 @@ class Decoder:
             attention.paged_decode_attention(
                 call, max_seq_len=batch.max_decode_len, workspace=self.workspace
             )
-        for decode in batch.ahead if host is not None else ():
-            assert self.decode_stages is not None
-            own = slice(decode.row, decode.row + 1)
-            call = _part(step, own, own, host)
-            self.decode_stages.attend(call, decode, self.workspace)
         if batch.prefill_starts is not None:
             rest = step
             if edge or batch.staged:
@@ -297,7 +287,7 @@ class Decoder:
             call = _part(step, slice(staged.first, staged.stop), slice(row, row + 1))
             if host is not None:
                 assert self.stages is not None
-                self.stages.attend(index, replace(call, block_tables=staged.table), staged)
+                self.stages.prefill(index, replace(call, block_tables=staged.table), staged)
             else:  # a layer without host blocks has all of the sequence's on the GPU
                 attention.paged_prefill_attention(
                     call,
@@ -305,6 +295,10 @@ class Decoder:
                     max_query_len=staged.stop - staged.first,
                     workspace=self.prefill_workspace,
                 )
+        for decode in batch.ahead if host is not None else ():
+            assert self.stages is not None
+            own = slice(decode.row, decode.row + 1)
+            self.stages.decode(index, _part(step, own, own, host), decode, self.workspace)
 
     def _mlp(self, batch: Batch, weights: Weights, index: int, hidden: Tensor) -> Tensor:
         if self.layers[index].router is None:

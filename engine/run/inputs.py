@@ -29,6 +29,7 @@ from engine.run.pieces import (
     cut_ahead,
     cut_pieces,
     host_places,
+    with_runs,
 )
 from engine.schedule.step import ScheduledSequence, StepPlan
 from kernels.sizes import DECODE_SPLIT_TOKENS
@@ -349,11 +350,15 @@ class TieredInputs:
         self.width = min(-(-plan.max_model_len // plan.block_size), group.num_in_place)
         """Most blocks of a sequence in the host tier."""
         self._copies = host.copy_ahead
+        self._least_run: int | None = None
+        """Neighbouring blocks from which on a copy engine copies them; None: never."""
+        if host.copy_ahead is not None:
+            self._least_run = -(-host.copy_ahead.run_bytes // group.layer_bytes)
 
     @property
     def copies_ahead(self) -> bool:
         """Whether a decode's host blocks may be copied ahead."""
-        return self._copies is not None and self.width > 0
+        return self._least_run is not None and self.width > 0
 
     def split(
         self, prefills: SequenceOf[ScheduledSequence]
@@ -387,7 +392,9 @@ class TieredInputs:
         table[places] = self._slots(places.size)
         inputs.set_staged_table(row, table)
         pieces = cut_pieces(places, item.stop, self.block_size, self.stage_blocks)
-        return self._part(inputs, row, first, item.num_tokens, host_ids, pieces)
+        if self._least_run is not None:
+            pieces = with_runs(pieces, host_ids, self._least_run)
+        return self._part(inputs, row, first, item.start, item.num_tokens, host_ids, pieces)
 
     def padding(self, inputs: StepInputs, num_tokens: int, num_keys: int) -> StagedPrefill:
         """Return the same for tokens of padding in row 0, with a piece for each PIECE_KEYS keys."""
@@ -401,7 +408,8 @@ class TieredInputs:
             pieces.append(PrefillPiece(begin, end, 0, len(part)))
         inputs.set_staged_table(0, table)
         host_ids = np.arange(each)
-        return self._part(inputs, 0, 0, num_tokens, host_ids, tuple(pieces))
+        start = num_keys - num_tokens
+        return self._part(inputs, 0, 0, start, num_tokens, host_ids, tuple(pieces))
 
     def _slots(self, count: int) -> np.ndarray:
         """Return the numbers of blocks in staging buffers, the same whichever piece stages one."""
@@ -412,6 +420,7 @@ class TieredInputs:
         inputs: StepInputs,
         row: int,
         first: int,
+        start: int,
         num_tokens: int,
         host_ids: np.ndarray,
         pieces: tuple[PrefillPiece, ...],
@@ -419,6 +428,7 @@ class TieredInputs:
         return StagedPrefill(
             first=first,
             stop=first + num_tokens,
+            start=start,
             table=inputs.tables[0][row : row + 1],
             starts=inputs.add([0, num_tokens], torch.int32),
             seq_len=inputs.lens.device[row : row + 1],
@@ -427,13 +437,21 @@ class TieredInputs:
         )
 
     def copy_ahead(
-        self, inputs: StepInputs, decodes: SequenceOf[ScheduledSequence], read_bytes: int
+        self,
+        inputs: StepInputs,
+        decodes: SequenceOf[ScheduledSequence],
+        read_bytes: int,
+        *,
+        beside_prompts: bool,
     ) -> tuple[AheadDecode, ...]:
         """Return the decodes whose host blocks are to be copied, their tables being written anew.
 
-        `read_bytes` are those of the step in the host tier.
+        `read_bytes` are those of the step in the host tier. Beside prompts that have no graph
+        copies cost nothing, however few they are.
         """
-        if self._copies is None or not read_bytes or read_bytes < self._copies.step_bytes:
+        if self._copies is None or self._least_run is None or not read_bytes:
+            return ()
+        if read_bytes < self._copies.step_bytes and not beside_prompts:
             return ()
         found = []
         for row, item in enumerate(decodes):
@@ -445,7 +463,7 @@ class TieredInputs:
                 self.block_size,
                 self.num_gpu,
                 stage_blocks=self.stage_blocks,
-                least_run=-(-self._copies.run_bytes // self.layer_bytes),
+                least_run=self._least_run,
             )
             if any(piece.runs for piece in pieces):
                 inputs.set_staged_table(row, table)
@@ -517,7 +535,7 @@ class BatchBuilder:
             size = pad_batch(size)
         self.inputs.begin(size, size)
         read_bytes = self._fill_decodes(plan.decodes, size)
-        ahead = self._copy_ahead(plan.decodes, read_bytes)
+        ahead = self._copy_ahead(plan.decodes, read_bytes, beside_prompts=False)
         near_lens = self._near_lens(plan.decodes, size, ahead)
         self.inputs.send(tokens)
         longest, reads_host = max(item.stop for item in plan.decodes), read_bytes > 0
@@ -543,8 +561,7 @@ class BatchBuilder:
         inputs.begin(rows + num_tokens, rows + num_prefills)
         read_bytes = self._fill_decodes(plan.decodes, rows)
         reads_host = read_bytes > 0
-        # Prefills take the buffers that decodes would be copied into.
-        ahead = () if staged else self._copy_ahead(plan.decodes, read_bytes)
+        ahead = self._copy_ahead(plan.decodes, read_bytes, beside_prompts=padded is None)
         starts = self._fill_prefills(order, rows)
         self._fill_padding(rows + starts[-1], rows + num_tokens)
         inputs.lens.host[rows + len(order) :] = 0
@@ -610,12 +627,14 @@ class BatchBuilder:
         )
 
     def _copy_ahead(
-        self, decodes: SequenceOf[ScheduledSequence], read_bytes: int
+        self, decodes: SequenceOf[ScheduledSequence], read_bytes: int, *, beside_prompts: bool
     ) -> tuple[AheadDecode, ...]:
         """Choose the decodes whose host blocks are copied; count what is copied and read there."""
         if self.tiered is None:
             return ()
-        ahead = self.tiered.copy_ahead(self.inputs, decodes, read_bytes)
+        ahead = self.tiered.copy_ahead(
+            self.inputs, decodes, read_bytes, beside_prompts=beside_prompts
+        )
         copied = sum(decode.num_copied for decode in ahead) * self.tiered.block_bytes
         self.kv_copied_bytes += copied
         self.kv_in_place_bytes += read_bytes - copied

@@ -1,13 +1,14 @@
 """Pieces of a sequence's keys whose host blocks are copied to the GPU one after the other.
 
-Of a prefill, every piece with host blocks is. A decode is cut at whole splits; the host blocks of a
-piece go into one stage buffer, run by run of neighbours, as a copy of many blocks reaches the
-link's rate and a copy of one does not. Such a piece is read where it lies if it has no host blocks,
-if its runs are short, and if it holds the newest keys, which the step itself writes.
+Those of a piece go into one stage buffer: by a copy engine run by run of neighbours, as a copy of
+many blocks reaches the link's rate and a copy of one does not. Of a prefill, every piece with host
+blocks is copied, of short runs by a kernel. A decode is cut at whole splits; a piece is read where
+it lies if it has no host blocks, if its runs are short, and if it holds the newest keys, which the
+step itself writes.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ class PrefillPiece:
     first_host: int
     """The first one, counted in the sequence's host blocks in order of position."""
     num_hosts: int
+    runs: tuple[Run, ...] = ()
+    """Its host blocks in order of position, cut where they are no neighbours; none: a kernel copies
+    them."""
 
 
 def host_places(
@@ -79,6 +83,21 @@ def cut_pieces(
     return tuple(pieces)
 
 
+def with_runs(
+    pieces: SequenceOf[PrefillPiece], host_ids: np.ndarray, least_run: int
+) -> tuple[PrefillPiece, ...]:
+    """Return pieces with runs, where those have at least `least_run` blocks in the mean.
+
+    `host_ids` are the sequence's host blocks in order of position, numbered within the tier.
+    """
+    found = []
+    for piece in pieces:
+        runs = _runs(host_ids[piece.first_host : piece.first_host + piece.num_hosts])
+        is_long = least_run * len(runs) <= piece.num_hosts
+        found.append(replace(piece, runs=runs) if is_long else piece)
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class StagedPrefill:
     """The part of a sequence that has blocks in the host tier: they are copied to the GPU first."""
@@ -87,6 +106,8 @@ class StagedPrefill:
     """Place of its first token among the step's."""
     stop: int
     """The one after its last."""
+    start: int
+    """Position of its first token: the step writes the keys from there on."""
     table: torch.Tensor
     """int32 [1, M]; blocks of the host tier are named by their place in a staging buffer, counted
     from the number of blocks on the GPU."""
@@ -177,7 +198,7 @@ def _append(pieces: list[DecodePiece], begin_key: int, end_key: int, runs: tuple
 
 
 def _runs(ids: np.ndarray) -> tuple[Run, ...]:
-    """Cut ascending numbers where one is not the next."""
+    """Cut numbers where one is not the next."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(ids) != 1) + 1]) if ids.size else ids
     counts = np.diff(np.concatenate([starts, [ids.size]])) if ids.size else ids
     return tuple(zip(ids[starts].tolist(), counts.tolist(), strict=True))

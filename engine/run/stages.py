@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from engine.device.base import CopyStream, Device
 from engine.kv.memory import KVCache
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
+from engine.plan.sizes import NUM_STAGES
 from engine.run.pieces import AheadDecode, PrefillPiece, Run, StagedPrefill
 from kernels.arguments import (
     AttentionCall,
@@ -24,158 +25,167 @@ from kernels.arguments import (
 from kernels.ops import attention, kv
 from kernels.sizes import prefill_state_bytes
 
-NUM_BUFFERS = 2
-"""Buffers that pieces of a sequence's keys are copied into."""
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The copy of a piece's host blocks of one layer into a buffer."""
+
+    layer: int
+    is_new: bool
+    """Whether the layer itself writes some of what is copied."""
+    enqueue: Callable[[int], object]
+    """Puts it on the copy stream; its argument is the buffer."""
 
 
-class StageBuffers:
-    """Buffers on the GPU that host blocks of one layer are copied into, used in turn.
+class Stages:
+    """Attention over blocks of both tiers whose host blocks are copied to the GPU in pieces.
 
-    The host blocks of one layer and one piece of the keys at a time go into one of two buffers,
-    beside the attention to the piece before.
+    The host blocks of one layer and one piece of the keys at a time go into one of a few buffers,
+    which are used in turn, while the pieces before are attended to. Pieces of a layer follow those
+    of the layer before, so that the first ones are copied while that still computes, unless the
+    step itself writes keys of one. Within a layer those of prefills come first: they take long to
+    attend to, and those of decodes are copied meanwhile. At most one piece a buffer lies before
+    weights that are copied ahead.
     """
 
-    def __init__(self, plan: MemoryPlan, device: Device, cache: KVCache) -> None:
+    def __init__(self, plan: MemoryPlan, spec: ModelSpec, device: Device, cache: KVCache) -> None:
         assert plan.host_kv is not None
         size, shape = plan.host_kv.stage_blocks, cache.tensor.shape[2:]
-        self.cache, self.size = cache, size
-        """The cache, and the blocks that a buffer holds."""
-        self.rows = [
-            device.empty(size * cache.layer_bytes).view(size, -1) for _ in range(NUM_BUFFERS)
+        self._cache, self._size = cache, size
+        self._rows = [
+            device.empty(size * cache.layer_bytes).view(size, -1) for _ in range(NUM_STAGES)
         ]
         """uint8 [size, bytes of a layer] each."""
-        views = [raw.view(cache.tensor.dtype).view(size, *shape) for raw in self.rows]
-        self.hosts = [HostCache(view[:, 0], view[:, 1]) for view in views]
+        self._words = [rows.view(torch.int32) for rows in self._rows]
+        views = [raw.view(cache.tensor.dtype).view(size, *shape) for raw in self._rows]
+        self._hosts = [HostCache(view[:, 0], view[:, 1]) for view in views]
         """The buffers as attention reads them."""
-        self.stream: CopyStream = device.copy_stream()
-        self._turn = 0
-
-    def fill(self, enqueue: Callable[[int], object]) -> tuple[int, Any]:
-        """Copy a piece's host blocks; return into which buffer, and the event behind the copy.
-
-        Behind all that is enqueued on the current stream: it wrote the newest of the blocks, and
-        reads the buffer no more, because the piece before this one is enqueued later.
-        `enqueue` puts the copies on `stream`; its argument is the buffer.
-        """
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-        self.stream.after_compute()
-        enqueue(self._turn)
-        return self._turn, self.stream.record()
-
-
-class PrefillStages:
-    """Prefills over blocks of both tiers; host blocks are copied to the GPU in pieces."""
-
-    def __init__(
-        self, plan: MemoryPlan, spec: ModelSpec, device: Device, buffers: StageBuffers
-    ) -> None:
-        size = buffers.size
-        self._buffers = buffers
-        self._words = [rows.view(torch.int32) for rows in buffers.rows]
         self._slots = device.empty(2 * size * 8).view(torch.int64)
         """Slots of blocks in order, from any slot on."""
         self._slots.copy_(torch.arange(2 * size) % size)
         rows = plan.max_num_batched_tokens, spec.num_attention_heads, spec.head_dim
         device.count_working(prefill_state_bytes(*rows))
         self._state = prefill_state(*rows, device.torch_device)
-        self.staged_bytes = 0
-        """Bytes copied from the host tier so far."""
-
-    def attend(self, layer: int, call: AttentionCall, staged: StagedPrefill) -> None:
-        """Attend from a sequence's queries to its keys in both tiers, its own already written.
-
-        Stream: enqueued on the current stream; copies run beside it and are joined.
-        """
-        calls = [replace(call, host=host) for host in self._buffers.hosts]
-        ready = [self._fill(layer, staged, staged.pieces[0])]
-        for at, piece in enumerate(staged.pieces):
-            is_last = at + 1 == len(staged.pieces)
-            if not is_last:
-                ready.append(self._fill(layer, staged, staged.pieces[at + 1]))
-            buffer, event = ready[at]
-            if event is not None:
-                self._buffers.stream.compute_after(event)
-            attention.paged_prefill_part(
-                calls[buffer],
-                staged.starts,
-                PrefillPart(piece.begin_key, piece.end_key, is_last=is_last, state=self._state),
-                max_query_len=staged.stop - staged.first,
-            )
-
-    def _fill(self, layer: int, staged: StagedPrefill, piece: PrefillPiece) -> tuple[int, Any]:
-        if not piece.num_hosts:
-            return 0, None
-        buffers = self._buffers
-        start, stop = piece.first_host, piece.first_host + piece.num_hosts
-        slot = start % buffers.size
-        targets, sources = self._slots[slot : slot + piece.num_hosts], staged.host_ids[start:stop]
-        rows = buffers.cache.host_rows(layer)
-
-        def enqueue(buffer: int) -> None:
-            work = partial(kv.copy_blocks, self._words[buffer], rows, targets, sources)
-            buffers.stream.run(work)
-
-        self.staged_bytes += piece.num_hosts * buffers.cache.layer_bytes
-        return buffers.fill(enqueue)
-
-
-class DecodeStages:
-    """Decodes over blocks of both tiers, whose host blocks a copy engine copies a piece ahead.
-
-    Pieces of one layer follow those of the layer before without a pause: the first piece of a layer
-    is under way while the layer before still computes. So at most one piece lies before weights
-    that are copied ahead.
-    """
-
-    def __init__(self, layers: Sequence[int], buffers: StageBuffers) -> None:
-        self._buffers, self._layers = buffers, layers
-        self._left: Iterator[tuple[int, tuple[Run, ...]]] = iter(())
-        """The layer and the runs of pieces whose copies are not enqueued yet."""
+        self._stream: CopyStream = device.copy_stream()
+        self._left: Iterator[_Copy] = iter(())
+        self._next: _Copy | None = None
+        """The first copy that is not enqueued."""
         self._ready: deque[tuple[int, Any]] = deque()
+        """Of those that are and were not taken, the buffer and the event behind the copy."""
+        self._turn = 0
+        self.staged_bytes = 0
+        """Bytes copied from the host tier for prefills so far."""
 
-    def begin_step(self, ahead: Sequence[AheadDecode]) -> None:
-        """Start the first copy of a step, which stages no prefills.
+    def begin_step(self, staged: Sequence[StagedPrefill], ahead: Sequence[AheadDecode]) -> None:
+        """Start the first copies of a step.
 
         Stream: behind what is enqueued on the current stream.
         """
-        pieces = [piece for decode in ahead for piece in decode.pieces if piece.runs]
-        self._left = ((layer, piece.runs) for layer in self._layers for piece in pieces)
+        self._left = self._copies(staged, ahead)
+        self._next = next(self._left, None)
         self._ready.clear()
-        self._fill_next()
+        self._fill(None)
 
-    def attend(self, call: AttentionCall, decode: AheadDecode, workspace: DecodeWorkspace) -> None:
-        """Attend from a sequence's query to its keys in both tiers, its own already written.
+    def prefill(self, layer: int, call: AttentionCall, staged: StagedPrefill) -> None:
+        """Attend from a sequence's queries to its keys in both tiers, its own already written.
 
-        Calls are for layers and decodes in the order of `begin_step`. `call` has the decode's row,
-        and the host tier as it is read in place.
+        Calls are for layers in order, within a layer for prefills, then for decodes in the order of
+        `begin_step`.
 
         Stream: enqueued on the current stream; copies run beside it and are joined.
         """
-        last, calls = decode.pieces[-1], [replace(call, host=x) for x in self._buffers.hosts]
+        for piece in staged.pieces:
+            host = self._take(layer) if piece.num_hosts else self._hosts[0]
+            part = PrefillPart(
+                piece.begin_key,
+                piece.end_key,
+                is_last=piece is staged.pieces[-1],
+                state=self._state,
+            )
+            attention.paged_prefill_part(
+                replace(call, host=host),
+                staged.starts,
+                part,
+                max_query_len=staged.stop - staged.first,
+            )
+
+    def decode(
+        self, layer: int, call: AttentionCall, decode: AheadDecode, workspace: DecodeWorkspace
+    ) -> None:
+        """Attend likewise from a sequence's query.
+
+        `call` has the decode's row, and the host tier as it is read in place.
+
+        Stream: enqueued on the current stream; copies run beside it and are joined.
+        """
         for piece in decode.pieces:
             part = DecodePart(
-                piece.begin_key, piece.end_key, is_last=piece is last, workspace=workspace
+                piece.begin_key,
+                piece.end_key,
+                is_last=piece is decode.pieces[-1],
+                workspace=workspace,
             )
-            if not piece.runs:
-                attention.paged_decode_part(call, part)
-                continue
-            buffer, event = self._ready.popleft()
-            self._fill_next()
-            self._buffers.stream.compute_after(event)
-            attention.paged_decode_part(calls[buffer], part)
+            own = replace(call, host=self._take(layer)) if piece.runs else call
+            attention.paged_decode_part(own, part)
 
-    def _fill_next(self) -> None:
-        following = next(self._left, None)
-        if following is None:
+    def _copies(
+        self, staged: Sequence[StagedPrefill], ahead: Sequence[AheadDecode]
+    ) -> Iterator[_Copy]:
+        """Yield the copies of a step in the order in which they are taken."""
+        for layer in self._cache.host_layers:
+            for prefill in staged:
+                for piece in prefill.pieces:
+                    if piece.num_hosts:
+                        is_new = piece.end_key > prefill.start
+                        yield _Copy(layer, is_new, partial(self._stage, layer, prefill, piece))
+            for decode in ahead:
+                for piece in decode.pieces:
+                    if piece.runs:
+                        yield _Copy(layer, False, partial(self._copy_runs, layer, piece.runs, 0))
+
+    def _take(self, layer: int) -> HostCache:
+        """Return the buffer of the next piece, and start copies of those behind it."""
+        self._fill(layer)
+        buffer, event = self._ready.popleft()
+        self._stream.compute_after(event)
+        return self._hosts[buffer]
+
+    def _fill(self, layer: int | None) -> None:
+        """Copy the next pieces, but for keys that a layer behind this one is to write.
+
+        Behind all that is enqueued on the current stream: it wrote the newest of the blocks, and
+        reads none of the buffers that are free.
+        """
+        while (copy := self._next) is not None and len(self._ready) < NUM_STAGES:
+            if copy.is_new and copy.layer != layer:
+                return
+            self._turn = (self._turn + 1) % NUM_STAGES
+            self._stream.after_compute()
+            copy.enqueue(self._turn)
+            self._ready.append((self._turn, self._stream.record()))
+            self._next = next(self._left, None)
+
+    def _stage(self, layer: int, prefill: StagedPrefill, piece: PrefillPiece, buffer: int) -> None:
+        """Enqueue the copy of a prefill's piece, of long runs by a copy engine.
+
+        A kernel would wait for a place among the programs of the attention beside it.
+        """
+        start, count = piece.first_host, piece.num_hosts
+        slot = start % self._size
+        self.staged_bytes += count * self._cache.layer_bytes
+        if piece.runs:
+            self._copy_runs(layer, piece.runs, slot, buffer)
             return
-        layer, runs = following
-        source = self._buffers.cache.host_bytes(layer)
+        targets, sources = self._slots[slot : slot + count], prefill.host_ids[start : start + count]
+        rows = self._cache.host_rows(layer)
+        self._stream.run(partial(kv.copy_blocks, self._words[buffer], rows, targets, sources))
 
-        def enqueue(buffer: int) -> None:
-            rows, at = self._buffers.rows[buffer], 0
-            for first, count in runs:
-                part = slice(first, first + count)
-                self._buffers.stream.copy_rows(rows[at : at + count], source[part])
-                at += count
-
-        self._ready.append(self._buffers.fill(enqueue))
+    def _copy_runs(self, layer: int, runs: Sequence[Run], slot: int, buffer: int) -> None:
+        """Enqueue copies of neighbouring blocks into slots in order, from one on, round the end."""
+        rows, source = self._rows[buffer], self._cache.host_bytes(layer)
+        for first, count in runs:
+            before = min(count, self._size - slot)
+            parts = (slot, first, before), (0, first + before, count - before)
+            for target, at, num in parts if before < count else parts[:1]:
+                self._stream.copy_rows(rows[target : target + num], source[at : at + num])
+            slot = (slot + count) % self._size

@@ -108,7 +108,7 @@ class TiersScenario(Sealed):
     """Tokens by which one sequence exceeds the GPU's KV tokens, while weights are streamed too."""
     together_sequences: int = number(4, **TOKENS)
     """Sequences of the first of `beyond` that run at once, and one after another."""
-    together_output: int = number(256, **TOKENS)
+    together_output: int = number(128, **TOKENS)
     """Output tokens of each of these sequences."""
     prefixed_sequences: int = number(16, **TOKENS)
     """Long sequences that share a prefix and run at once."""
@@ -116,8 +116,8 @@ class TiersScenario(Sealed):
     """Tokens of their prefix."""
     prefixed_total: int = number(52_000, **TOKENS)
     """Tokens of each at its end."""
-    prefixed_output: int = number(64, **TOKENS)
-    """Output tokens of each of these sequences."""
+    prefixed_output: int = number(24, **TOKENS)
+    """Output tokens of the last of these sequences; those before it have more."""
     beside_times: float = number(2.0, low=1)
     """Length of the sequence that decodes beside fit_requests, in multiples of the GPU's KV
     tokens."""

@@ -109,10 +109,15 @@ class Sender:
         sent = [self.send(prompt, num_tokens) for prompt in prompts]
         self.driver.drain()
         took_s = self.clock() - begin_s
-        failed = next((times for times in sent if len(times.token_ids) != num_tokens), None)
-        if failed is not None:
-            raise RequestError(f"{failed.error or 'it ended'} after {len(failed.token_ids)} tokens")
+        check_ended(sent, num_tokens)
         return took_s, [list(times.token_ids) for times in sent]
+
+
+def check_ended(sent: Sequence[RequestTimes], num_tokens: int) -> None:
+    """Raise RequestError unless each request has so many tokens."""
+    failed = next((times for times in sent if len(times.token_ids) != num_tokens), None)
+    if failed is not None:
+        raise RequestError(f"{failed.error or 'it ended'} after {len(failed.token_ids)} tokens")
 
 
 def measure_steps(

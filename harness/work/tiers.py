@@ -18,6 +18,7 @@ from harness.work.steps import (
     DecodeGaps,
     Figures,
     Sender,
+    check_ended,
     counted,
 )
 from reports.record.record import percentile
@@ -28,6 +29,8 @@ PREFIXES: Final = 5
 """Prefixes whose first tokens are timed; one before them is not counted."""
 STEPS_OF_A_LOAD: Final = 30
 """Decode steps that a prefix may take to load, and room for as many tokens."""
+ALONE: Final = 2
+"""Long sequences that are timed one after another."""
 MOST_WAITS: Final = 1000
 """Short requests that are run until no block is under way."""
 SHORT_TOKENS: Final = 2
@@ -377,43 +380,42 @@ def _decode_at(tiers: Tiers, total: int, steps: int) -> Figures:
 def measure_together(tiers: Tiers, work: TiersScenario) -> Figures:
     """Time sequences beyond the GPU's room one after another and at once.
 
-    Then all but one run, and the last is sent: `last_first_s` is the time to its first token,
+    Of those one after another only a few run: they take equally long. Of those at once the last is
+    sent when each of the others has a token: `last_first_s` is the time to its first token,
     `prefill_s` that of one alone.
     """
     room, count, output = tiers.gpu_tokens, work.together_sequences, work.together_output
     total = int(work.beyond[0] * room)
     if total > tiers.llm.max_model_len or count * (total + tiers.block) > room + tiers.host_tokens:
         return {"no_room": f"{count} sequences of {total} tokens exceed both tiers"}
-    alone_s = 0.0
-    prefills = []
-    for prompt in tiers.prompts(count, total - output, "one after another"):
+    prefills, walls = [], []
+    for prompt in tiers.prompts(min(count, ALONE), total - output, "one after another"):
         tiers.llm.reset_cache()
         times = tiers.send(prompt, output)
         tiers.driver.drain()
         prefills.append(times.token_times_s[0] - times.submit_s)
-        alone_s += times.token_times_s[-1] - times.submit_s
+        walls.append(times.token_times_s[-1] - times.submit_s)
     tiers.llm.reset_cache()
     tiers.mark()
-    wall_s = tiers.run(tiers.prompts(count, total - output, "together"), output)
-    rose, waited = tiers.rose(), tiers.counts().get("long_waited_steps", 0)
-    tiers.llm.reset_cache()
-    *prompts, last = tiers.prompts(count, total - output, "last")
-    running = [tiers.send(prompt, output) for prompt in prompts]
-    _run_until(tiers, running, num_tokens=2)
-    times = tiers.send(last, 2)
-    _run_until(tiers, [times], num_tokens=1)
-    tiers.driver.cancel("measured")
+    begin_s = tiers.clock()
+    *prompts, last = tiers.prompts(count, total - output, "together")
+    sent = [tiers.send(prompt, output) for prompt in prompts]
+    _run_until(tiers, sent, num_tokens=1)
+    times = tiers.send(last, output)
     tiers.driver.drain()
+    wall_s = tiers.clock() - begin_s
+    check_ended([*sent, times], output)
+    rose, waited = tiers.rose(), tiers.counts().get("long_waited_steps", 0)
     return {
         "room": room,
         "total": total,
         "sequences": count,
         "output_tokens": count * output,
-        "alone_s": alone_s,
+        "alone_s": count * mean(walls),
         "wall_s": wall_s,
         "turns": rose.get("long_turns", 0),
         "waited_steps": waited,
-        "prefill_s": median(prefills),
+        "prefill_s": mean(prefills),
         "last_first_s": times.token_times_s[0] - times.submit_s,
     }
 
@@ -427,24 +429,31 @@ def _run_until(tiers: Tiers, sent: Sequence[Any], *, num_tokens: int) -> None:
 def measure_prefixed(tiers: Tiers, work: TiersScenario) -> Figures:
     """Run long sequences that share a prefix, which the GPU holds, at once.
 
-    `planned_bytes` are the blocks of the host tier at the middle of their decode, if the GPU is
-    full; `read_bytes` is what a step reads in which all decode, at the median.
+    Each decodes beside the prompts of those behind it, and has as many tokens more for it, so that
+    all end at about the same time. `planned_bytes` are the blocks of the host tier at the middle of
+    the steps in which all decode, if the GPU is full; `read_bytes` is what such a step has over the
+    link, at the median.
     """
     room, count, output = tiers.gpu_tokens, work.prefixed_sequences, work.prefixed_output
     prefix_tokens, total = work.prefixed_tokens, work.prefixed_total
-    own = total - prefix_tokens - output
-    needed = prefix_tokens + count * (total - prefix_tokens + tiers.block)
-    if own < 1 or prefix_tokens > room or needed > room + tiers.host_tokens:
+    own, chunk = total - prefix_tokens, tiers.llm.plan.max_num_batched_tokens
+    outputs = [output + -(-own // chunk) * behind for behind in reversed(range(count))]
+    needed = prefix_tokens + count * (own + tiers.block)
+    if own <= outputs[0] or prefix_tokens > room or needed > room + tiers.host_tokens:
         return {"no_room": f"{count} sequences of {total} tokens, {prefix_tokens} of them common"}
     tiers.llm.reset_cache()
     prefix, gaps = tiers.prompt(prefix_tokens, "prefixed"), DecodeGaps(count)
     tiers.run([prefix + tiers.prompt(work.own_tokens, "prefixed first")], 1)
-    sent = [tiers.send(prefix + row, output) for row in tiers.prompts(count, own, "prefixed own")]
+    sent = [
+        tiers.send(prefix + tiers.prompt(own - tokens, f"prefixed own {at}"), tokens)
+        for at, tokens in enumerate(outputs)
+    ]
     while tiers.driver.has_unfinished:
         gaps.add(tiers.driver.step())
-    middle = count * (own + output / 2) - (room - prefix_tokens)
+    middle = count * (own - output / 2) - (room - prefix_tokens)
     token_bytes = tiers.counts()["block_bytes"] / tiers.block
-    ended = [times for times in sent if len(times.token_ids) == output]
+    ended = [times for times, num in zip(sent, outputs, strict=True) if len(times.token_ids) == num]
+    read = [step.kv_in_place_bytes + step.kv_copied_bytes for step in gaps.stats]
     return {
         "room": room,
         "total": total,
@@ -452,7 +461,7 @@ def measure_prefixed(tiers: Tiers, work: TiersScenario) -> Figures:
         "ended": len(ended),
         "steps": len(gaps.seconds),
         "step_s": median(gaps.seconds) if gaps.seconds else None,
-        "read_bytes": median(s.kv_in_place_bytes for s in gaps.stats) if gaps.stats else None,
+        "read_bytes": median(read) if read else None,
         "planned_bytes": max(0.0, middle) * token_bytes,
     }
 

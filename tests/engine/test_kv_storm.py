@@ -214,7 +214,7 @@ def stages_not_waited_for(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 def one_stage(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The next piece goes where this one is still read."""
-    monkeypatch.setattr(stages, "NUM_BUFFERS", 1)
+    monkeypatch.setattr(stages, "NUM_STAGES", 1)
 
 
 def a_stale_block(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
