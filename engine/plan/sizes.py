@@ -308,7 +308,8 @@ class CopyAhead:
     """When decodes' host blocks are copied to the GPU by a copy engine instead of read in place."""
 
     step_bytes: int
-    """Bytes of a step in the host tier, over all layers, from which on they are."""
+    """Bytes of a decode in the host tier, over all layers and in the mean of a step, from which on
+    they are."""
     run_bytes: int
     """Bytes of neighbouring blocks in one layer, in the mean of a piece, from which on they are."""
 
@@ -377,12 +378,12 @@ def staging_blocks(block_bytes: int) -> int:
     return max(1, STAGING_BYTES // block_bytes)
 
 
-STAGE_BYTES: Final = 16 * 2**20
-"""What one stage buffer holds of one layer at most, unless a tile of keys is more."""
-STAGE_SHARE: Final = 1 / 32
-"""Share of the GPU's room for KV that one stage buffer takes at most; likewise."""
-NUM_STAGES: Final = 4
+NUM_STAGES: Final = 3
 """Stage buffers, which pieces of a sequence's keys are copied into."""
+STAGE_BYTES: Final = 64 * 2**20 // NUM_STAGES
+"""What one of them holds of one layer at most, unless a tile of keys is more."""
+STAGE_SHARE: Final = 1 / 8 / NUM_STAGES
+"""Share of the GPU's room for KV that one of them takes at most; likewise."""
 _SLOT_BYTES: Final = 16
 """Numbers of stage slots, twice over, bytes a block."""
 

@@ -446,17 +446,16 @@ class TieredInputs:
     ) -> tuple[AheadDecode, ...]:
         """Return the decodes whose host blocks are to be copied, their tables being written anew.
 
-        `read_bytes` are those of the step in the host tier. Beside prompts that have no graph
-        copies cost nothing, however few they are.
+        `read_bytes` are those of the step in the host tier. Each decode is launched by itself, so
+        each needs enough of them, but beside prompts that have no graph: those compute meanwhile.
         """
         if self._copies is None or self._least_run is None or not read_bytes:
             return ()
-        if read_bytes < self._copies.step_bytes and not beside_prompts:
+        far = [(row, item) for row, item in enumerate(decodes) if inputs.num_hosts(row)]
+        if read_bytes < self._copies.step_bytes * len(far) and not beside_prompts:
             return ()
         found = []
-        for row, item in enumerate(decodes):
-            if not inputs.num_hosts(row):
-                continue
+        for row, item in far:
             pieces, table = cut_ahead(
                 inputs.table_row(row, -(-item.stop // self.block_size)),
                 item.stop,

@@ -94,6 +94,7 @@ class Stages:
 
         Stream: enqueued on the current stream; copies run beside it and are joined.
         """
+        self._fill(layer)  # beside the first piece, which may have no host blocks
         for piece in staged.pieces:
             host = self._take(layer) if piece.num_hosts else self._hosts[0]
             part = PrefillPart(
@@ -118,12 +119,10 @@ class Stages:
 
         Stream: enqueued on the current stream; copies run beside it and are joined.
         """
+        last = decode.pieces[-1]
         for piece in decode.pieces:
             part = DecodePart(
-                piece.begin_key,
-                piece.end_key,
-                is_last=piece is decode.pieces[-1],
-                workspace=workspace,
+                piece.begin_key, piece.end_key, is_last=piece is last, workspace=workspace
             )
             own = replace(call, host=self._take(layer)) if piece.runs else call
             attention.paged_decode_part(own, part)
@@ -139,9 +138,8 @@ class Stages:
                         is_new = piece.end_key > prefill.start
                         yield _Copy(layer, is_new, partial(self._stage, layer, prefill, piece))
             for decode in ahead:
-                for piece in decode.pieces:
-                    if piece.runs:
-                        yield _Copy(layer, False, partial(self._copy_runs, layer, piece.runs, 0))
+                for runs in (piece.runs for piece in decode.pieces if piece.runs):
+                    yield _Copy(layer, False, partial(self._copy_runs, layer, runs, 0))
 
     def _take(self, layer: int) -> HostCache:
         """Return the buffer of the next piece, and start copies of those behind it."""

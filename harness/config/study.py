@@ -117,7 +117,7 @@ class TiersScenario(Sealed):
     prefixed_total: int = number(52_000, **TOKENS)
     """Tokens of each at its end."""
     prefixed_output: int = number(24, **TOKENS)
-    """Output tokens of the last of these sequences; those before it have more."""
+    """Output tokens of each of these sequences."""
     beside_times: float = number(2.0, low=1)
     """Length of the sequence that decodes beside fit_requests, in multiples of the GPU's KV
     tokens."""

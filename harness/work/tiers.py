@@ -429,30 +429,27 @@ def _run_until(tiers: Tiers, sent: Sequence[Any], *, num_tokens: int) -> None:
 def measure_prefixed(tiers: Tiers, work: TiersScenario) -> Figures:
     """Run long sequences that share a prefix, which the GPU holds, at once.
 
-    Each decodes beside the prompts of those behind it, and has as many tokens more for it, so that
-    all end at about the same time. `planned_bytes` are the blocks of the host tier at the middle of
-    the steps in which all decode, if the GPU is full; `read_bytes` is what such a step has over the
-    link, at the median.
+    Their prompts are computed before, one at a time, so that all decode in the same steps.
+    `planned_bytes` are the blocks of the host tier at the middle of those, if the GPU is full;
+    `read_bytes` is what such a step has over the link, at the median.
     """
     room, count, output = tiers.gpu_tokens, work.prefixed_sequences, work.prefixed_output
     prefix_tokens, total = work.prefixed_tokens, work.prefixed_total
-    own, chunk = total - prefix_tokens, tiers.llm.plan.max_num_batched_tokens
-    outputs = [output + -(-own // chunk) * behind for behind in reversed(range(count))]
-    needed = prefix_tokens + count * (own + tiers.block)
-    if own <= outputs[0] or prefix_tokens > room or needed > room + tiers.host_tokens:
+    own = total - prefix_tokens - output
+    needed = prefix_tokens + count * (total - prefix_tokens + tiers.block)
+    if own < 1 or prefix_tokens > room or needed > room + tiers.host_tokens:
         return {"no_room": f"{count} sequences of {total} tokens, {prefix_tokens} of them common"}
     tiers.llm.reset_cache()
     prefix, gaps = tiers.prompt(prefix_tokens, "prefixed"), DecodeGaps(count)
-    tiers.run([prefix + tiers.prompt(work.own_tokens, "prefixed first")], 1)
-    sent = [
-        tiers.send(prefix + tiers.prompt(own - tokens, f"prefixed own {at}"), tokens)
-        for at, tokens in enumerate(outputs)
-    ]
+    prompts = [prefix + row for row in tiers.prompts(count, own, "prefixed own")]
+    for prompt in prompts:
+        tiers.run([prompt], 1)
+    sent = [tiers.send(prompt, output) for prompt in prompts]
     while tiers.driver.has_unfinished:
         gaps.add(tiers.driver.step())
-    middle = count * (own - output / 2) - (room - prefix_tokens)
+    middle = count * (own + output / 2) - (room - prefix_tokens)
     token_bytes = tiers.counts()["block_bytes"] / tiers.block
-    ended = [times for times, num in zip(sent, outputs, strict=True) if len(times.token_ids) == num]
+    ended = [times for times in sent if len(times.token_ids) == output]
     read = [step.kv_in_place_bytes + step.kv_copied_bytes for step in gaps.stats]
     return {
         "room": room,

@@ -137,6 +137,9 @@ class SimulatedStream:
         for dst, src in pairs:
             self.copy(dst, src)
 
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copy(dst, src)
+
     def run(self, work: Callable[[], object]) -> None:
         with self.streams.lock:
             if isinstance(work, partial):  # ops.copy_blocks

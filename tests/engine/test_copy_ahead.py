@@ -12,7 +12,7 @@ from engine import LLM, SamplingParams, build
 from engine.device.cpu import CPUDevice
 from engine.plan.sizes import CopyAhead
 from tests.engine.conftest import TinyModels
-from tests.engine.tiers import ALWAYS, SIZES, Alone, check_empty, tiers
+from tests.engine.tiers import ALWAYS, SIZES, TOGETHER, Alone, check_empty, tiers
 from tests.slow import slow
 from tests.tiny import greedy, make_prompt, open_llm
 
@@ -162,6 +162,40 @@ def test_what_is_not_worth_a_copy_is_read_in_place(
     assert greedy(llm, [LONG], NEW) == expected
     assert copied(llm) == 0
     assert llm.stats()["kv"]["in_place_bytes"] > 0
+    llm.close()
+
+
+@pytest.mark.thorough
+def test_few_bytes_each_are_copied_beside_prompts_only(
+    tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two read more in a step than what one alone would copy, but not in the mean."""
+    folder = tiny.folder("llama", **SIZES)
+    prompts = [LONG, LONG[::-1]]
+    expected = alone(folder, prompts, NEW)
+    given = {"pinned": 90, "read_rates": TOGETHER}
+    token_bytes = 2 * 3 * 16 * 4
+    llm = open_ahead(
+        monkeypatch, folder, CopyAhead(step_bytes=700 * token_bytes, run_bytes=0), given
+    )
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        llm.add_request(prompt, params, str(number))
+    found: list[list[int]] = [[], []]
+    beside = steps = 0
+    while llm.has_unfinished():
+        for event in llm.step():
+            found[int(event.request_id)].append(event.token_id)
+        step = llm.last_step
+        if step is None or llm.stats()["steps"] == steps:
+            continue
+        steps = llm.stats()["steps"]
+        if step.num_prefill_tokens:
+            beside += step.kv_copied_bytes
+        elif step.num_decode_tokens == 2:
+            assert (step.kv_copied_bytes, step.kv_in_place_bytes > 900 * token_bytes) == (0, True)
+    assert found == expected
+    assert beside > 0
     llm.close()
 
 

@@ -6,6 +6,7 @@ Faults put in on purpose, one wait or one block each, must change tokens.
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,11 @@ from engine.errors import EngineError
 from engine.kv import memory as mover
 from engine.kv.memory import BlockMover
 from engine.kv.moves import MoveBatch, MoveLedger
-from engine.run import stages
-from engine.run.stages import PrefillStages
+from engine.run.stages import Stages
 from tests.engine.conftest import TinyModels
 from tests.engine.faults import or_poison
 from tests.engine.many_streams import POLICIES, SimulatedStream, on_many_streams, simulate
-from tests.engine.tiers import SIZES, Alone, check_empty, tiers
+from tests.engine.tiers import ALWAYS, SIZES, Alone, check_empty, tiers
 from tests.tiny import greedy, make_prompt, open_llm
 
 pytestmark = pytest.mark.slow
@@ -76,15 +76,25 @@ def expected_of(tiny: TinyModels, alone: Alone, family: str = "llama") -> list[l
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("llama", {}), ("gemma3", {}), ("llama", {"copy_ahead": ALWAYS, "stage_blocks": 32})],
+    ids=["", "two groups", "copied by runs"],
+)
 def test_moves_in_any_order(
-    tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch, family: str, policy: str
+    tiny: TinyModels,
+    alone: Alone,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    sizes: dict[str, Any],
+    policy: str,
 ) -> None:
-    llm = open_stormy(tiny, monkeypatch, family)
+    llm = open_stormy(tiny, monkeypatch, family, **sizes)
     assert run_all(llm, policy, 0) == expected_of(tiny, alone, family)
     stats = llm.stats()["kv"]
     assert min(stats["moved"]["stored_bytes"], stats["moved"]["loaded_bytes"]) > 0
     assert min(stats["preemptions"], stats["staged_prefill_bytes"]) > 0
+    assert (stats["copied_ahead_bytes"] > 0) is ("copy_ahead" in sizes)
     check_empty(llm)
     llm.close()
 
@@ -149,8 +159,9 @@ def _step(
         ("llama", {"num_gpu": 49, "pinned": 2, "pageable": 3, "in_place": False}),
         ("llama", {"num_gpu": 49, "pinned": 0, "pageable": 0}),
         ("gemma3", {"num_window": 21}),
+        ("llama", {"copy_ahead": ALWAYS, "stage_blocks": 32}),
     ],
-    ids=["", "no prefixes", "few blocks", "no blocks", "two groups"],
+    ids=["", "no prefixes", "few blocks", "no blocks", "two groups", "copied by runs"],
 )
 def test_a_storm_of_requests(
     tiny: TinyModels,
@@ -206,28 +217,43 @@ def loads_told_too_early(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     monkeypatch.setattr(MoveLedger, "is_pending", lambda self, move_ids: False)
 
 
+def stages_of(llm: LLM) -> Stages:
+    assert llm._engine is not None
+    found = llm._engine.executor._decoder.stages
+    assert found is not None
+    return found
+
+
 def stages_not_waited_for(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Attention does not wait for the copies into its buffer."""
-    stream = llm._engine.executor._decoder.stages._buffers.stream  # type: ignore[union-attr]
-    monkeypatch.setattr(stream, "compute_after", lambda event: None)
+    monkeypatch.setattr(stages_of(llm)._stream, "compute_after", lambda event: None)
 
 
 def one_stage(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The next piece goes where this one is still read."""
-    monkeypatch.setattr(stages, "NUM_STAGES", 1)
+    for name in ("_rows", "_words", "_hosts"):
+        buffers = getattr(stages_of(llm), name)
+        monkeypatch.setattr(stages_of(llm), name, buffers[:1] * len(buffers))
+
+
+def keys_copied_too_early(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """A piece is copied before the layer has written the step's own keys of it."""
+    fill = Stages._fill
+    monkeypatch.setattr(
+        Stages, "_fill", lambda self, layer: fill(self, self._next.layer if self._next else None)
+    )
 
 
 def a_stale_block(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The first host block of a piece is the one that lay there before."""
-    fill = PrefillStages._fill
+    stage = Stages._stage
 
-    def fill_less(self: PrefillStages, layer: int, staged: Any, piece: Any) -> Any:
+    def stage_less(self: Stages, layer: int, staged: Any, piece: Any, buffer: int) -> None:
         ids = staged.host_ids.clone()
         ids[piece.first_host : piece.first_host + 1] = ids[-1]
-        object.__setattr__(staged, "host_ids", ids)
-        return fill(self, layer, staged, piece)
+        stage(self, layer, replace(staged, host_ids=ids), piece, buffer)
 
-    monkeypatch.setattr(PrefillStages, "_fill", fill_less)
+    monkeypatch.setattr(Stages, "_stage", stage_less)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +265,7 @@ def a_stale_block(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
         (loads_told_too_early, "copies late"),
         (stages_not_waited_for, "copies late"),
         (one_stage, "copies early"),
+        (keys_copied_too_early, "copies early"),
         (a_stale_block, "copies late"),
     ],
 )

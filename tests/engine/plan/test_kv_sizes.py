@@ -150,8 +150,12 @@ def test_figures_of_a_plan_with_three_groups(monkeypatch: pytest.MonkeyPatch) ->
     assert exact.kv.pools == plan.kv.blocks(256)
     more = need + 3 * sum(plan.kv.block_bytes)
     assert plan_mixed((fixed + more) / GIB, gpu_memory_utilization=1.0).kv.pools == (19, 12, 8)
+    few = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
+    plan = plan_mixed(**few)
+    fixed = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]
+    need = plan.kv.sequence_bytes(256)
     long = plan_mixed(
-        (fixed + need - 4000) / GIB, gpu_memory_utilization=1.0, kv={"num_cpu_blocks": 15}
+        (fixed + need - 4000) / GIB, gpu_memory_utilization=1.0, kv={"num_cpu_blocks": 15}, **few
     )
     assert [group.num_pinned for group in long.kv.groups] == [15, 15, 15]
     assert [group.in_place for group in long.kv.groups] == [True, False, False]

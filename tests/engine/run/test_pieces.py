@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.run.pieces import PIECE_KEYS, cut_pieces, host_places
+from engine.run.pieces import PIECE_KEYS, cut_pieces, host_places, with_runs
 
 GPU = 100
 """Blocks on the GPU."""
@@ -59,3 +59,12 @@ def test_what_lies_beyond_the_tokens_is_not_counted():
 def test_a_buffer_that_holds_too_little_is_refused():
     with pytest.raises(EngineError, match="at least 8 blocks, got 7"):
         cut_pieces(np.arange(9), 140, 16, 7)
+
+
+def test_pieces_have_runs_where_those_are_long():
+    places = np.arange(40, 64)
+    ids = np.array([*range(7, 15), *range(20, 28), *range(0, 14, 2), 99])
+    pieces = with_runs(cut_pieces(places, 1000, 16, 16), ids, least_run=4)
+    assert [piece.runs for piece in pieces] == [(), ((7, 8), (20, 8)), ()]
+    pieces = with_runs(pieces, np.arange(24), least_run=4)
+    assert [piece.runs for piece in pieces] == [(), ((0, 16),), ((16, 7),)]

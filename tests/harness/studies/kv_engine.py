@@ -32,9 +32,7 @@ class TieredLLM:
         self.gpu_blocks, self.cpu_blocks = gpu_blocks, cpu_blocks
         self.spec = SimpleNamespace(vocab_size=1000)
         self.tokenizer = None
-        self.plan = SimpleNamespace(
-            block_size=BLOCK, max_num_batched_tokens=1024, moved_per_step=lambda num: (5, 0)
-        )
+        self.plan = SimpleNamespace(block_size=BLOCK, moved_per_step=lambda num: (5, 0))
         self.cache = OrderedDict()
         self.new, self.running, self.last_step = [], [], None
         self.found = dict.fromkeys(("hits_gpu_tokens", "hits_cpu_tokens", "missed_tokens"), 0)

@@ -1,15 +1,20 @@
 """What is measured of the KV cache, with an engine whose times and finds are known."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from engine.errors import ConfigError
+from harness.config.compose import Composer
 from harness.config.study import TIERS_PARTS, TiersScenario
+from harness.forecast.rows import forecast
 from harness.observe.link import LinkCounter, LinkFactors
+from harness.studies.run import compose_points
 from harness.work.kv import counts, since
 from harness.work.tiers import PARTS, Tiers, measure_tiers
 from tests.harness.studies.kv_engine import BLOCK, Clock, TieredLLM
+from tests.slow import slow
 
 WORK = TiersScenario(
     prefix_tokens=40,
@@ -235,3 +240,47 @@ def test_work_is_scaled_as_a_whole():
     assert (small.steps, small.rounds_fill, small.beyond) == (22, 2, [1.3, 3.0])
     assert TiersScenario().scaled() == TiersScenario()
     assert TiersScenario(rounds_fill=10).rounds_sequences == 13
+
+
+class BeganError(Exception):
+    """A request was sent: there was room for what is measured."""
+
+
+def planned_llm(name):
+    """Blocks of a point of the study as they are planned for the card of its figures, and its work.
+
+    The first request that is sent ends what runs.
+    """
+    card = ["gpu=h200_141gb", "gpu.memory_gib=24.0"]
+    (found,) = Composer().plan(["study=bench_kv", f"study.rows=[{name}]", *card]).points
+    point = compose_points(found.config, found.overrides)[name]
+    plan = forecast(point.config, tuple(point.overrides)).plan
+    assert plan is not None
+
+    def begin(*_, **__):
+        raise BeganError
+
+    blocks = {
+        "gpu": {"blocks": plan.num_gpu_blocks},
+        "cpu": {"blocks": sum(group.num_host_blocks for group in plan.kv.groups)},
+    }
+    llm = SimpleNamespace(
+        plan=plan,
+        max_model_len=plan.max_model_len,
+        spec=SimpleNamespace(vocab_size=1000),
+        tokenizer=None,
+        stats=lambda: {"kv": blocks},
+        reset_cache=lambda: None,
+        add_request=begin,
+    )
+    return llm, point.config.scenario.tiers.scaled()
+
+
+@pytest.mark.parametrize(
+    "name", ["kv_together", *map(slow, ("kv_gpu", "kv_cpu", "kv_long", "kv_weights"))]
+)
+def test_what_the_study_measures_has_room_on_its_card(name, clock):
+    llm, work = planned_llm(name)
+    for part_name in work.parts:
+        with pytest.raises(BeganError):
+            PARTS[part_name](Tiers(llm, clock), work)
