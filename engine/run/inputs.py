@@ -349,11 +349,9 @@ class TieredInputs:
         """Blocks that a staging buffer holds."""
         self.width = min(-(-plan.max_model_len // plan.block_size), group.num_in_place)
         """Most blocks of a sequence in the host tier."""
-        self._copies = host.copy_ahead
-        self._least_run: int | None = None
+        copies = self._copies = host.copy_ahead
+        self._least_run = None if copies is None else -(-copies.run_bytes // group.layer_bytes)
         """Neighbouring blocks from which on a copy engine copies them; None: never."""
-        if host.copy_ahead is not None:
-            self._least_run = -(-host.copy_ahead.run_bytes // group.layer_bytes)
 
     @property
     def copies_ahead(self) -> bool:
