@@ -43,8 +43,9 @@ def test_a_step_takes_the_faster_way_and_the_threshold_is_where_both_are_equal(
     edge = plan.kv_tokens + found.step_bytes // token_bytes
     assert decode_step_s(shape, CARD, 1, edge - 1) == in_place_s(plan, edge - 1)
     assert decode_step_s(shape, CARD, 1, edge) < in_place_s(plan, edge)
-    # The launches of all layers, less what the GPU takes for the rest, at the in-place rate.
-    assert 1.0e9 < found.step_bytes < 32 * 0.73e-3 * 2 * 50.9e9
+    # The launches of all layers and pieces, less what the GPU takes for the rest, at the in-place
+    # rate.
+    assert 1.0e9 < found.step_bytes < 32 * 0.73e-3 * 4 * 50.9e9
     # 3 us beside a copy's bytes are what it gains of as many bytes.
     gain_s = 1 / 50.9e9 - 1 / 55.0e9
     assert found.run_bytes == pytest.approx(3e-6 / gain_s, abs=1)
