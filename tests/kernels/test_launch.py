@@ -1,13 +1,32 @@
-"""What a Launcher gives to Triton, and what it launches itself."""
+"""What a Launcher gives to Triton, what it launches itself, and the kernels that suit it."""
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from kernels.triton import launch
+from triton.runtime.jit import JITFunction
+
+from kernels.arguments import (
+    AttentionCall,
+    DecodePart,
+    HostCache,
+    PrefillPart,
+    decode_workspace,
+    prefill_state,
+)
+from kernels.triton import (
+    activation,
+    decode_attention,
+    launch,
+    norm,
+    prefill_attention,
+    rotary_write_kv,
+)
 from kernels.triton.launch import Launcher, power_of_2
 
 CPU = torch.device("cpu")
@@ -85,3 +104,112 @@ def test_an_interpreter_is_called_every_time():
 @pytest.mark.parametrize(("size", "power"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
 def test_powers_of_2(size, power):
     assert power_of_2(size) == power
+
+
+OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
+"""Constants of launches that are Triton's own."""
+
+
+class Launch(NamedTuple):
+    """What one call of a Launcher was made of."""
+
+    kernel: Any
+    constants: frozenset[str]
+    tensors: tuple[torch.Tensor, ...]
+    indices: tuple[torch.Tensor, ...]
+    varying: tuple[int, ...]
+    numbers: tuple[float, ...]
+
+    def params(self) -> list[Any]:
+        """Return the kernel's parameters, also of one that Triton interprets here."""
+        kernel = self.kernel
+        compiled = kernel if hasattr(kernel, "params") else JITFunction(kernel.fn, **kernel.kwargs)
+        return compiled.params
+
+
+def every_launch(num_tokens: int) -> None:
+    """Call all that launches through a Launcher; batch, lengths, blocks follow from the tokens."""
+    x, weight = torch.zeros(num_tokens, 64), torch.zeros(64)
+    norm.rms_norm(x, weight, 1e-6)
+    norm.add_rms_norm(x, x, weight, 1e-6)
+    norm.rms_norm_add_(x, x, weight, 1e-6)
+    activation.silu_mul(x)
+    q, k, v = torch.zeros(num_tokens, 8, 16).split_with_sizes((4, 2, 2), 1)
+    cache = torch.zeros(num_tokens + 3, 2, 2, 16, 16)
+    k_cache, v_cache = cache[:, 0], cache[:, 1]
+    ids, host = torch.zeros(num_tokens, dtype=torch.int64), HostCache(k_cache, v_cache)
+    table, places = torch.zeros(8, 16), (ids, k_cache, v_cache, ids)
+    rotary_write_kv.rotary_write_kv_(q, k, v, None, None, 1e-6, table, *places, host=host)
+    tables = torch.zeros(num_tokens, 256 + num_tokens, dtype=torch.int32)
+    lens, starts = (torch.zeros(num_tokens + n, dtype=torch.int32) for n in (0, 1))
+    paged = q, k_cache, v_cache, tables, lens, 1.0, torch.zeros(num_tokens, 4, 16)
+    tiered = AttentionCall(*paged, host=host)
+    workspace = decode_workspace(8, 4, 16, 4096, "cpu")
+    decode_attention.paged_decode_attention(
+        tiered, max_seq_len=512 * num_tokens, workspace=workspace
+    )
+    part = DecodePart(256 * num_tokens, 2048, is_last=False, workspace=workspace)
+    decode_attention.paged_decode_part(tiered, part)
+    for num_parts in (1, num_tokens):
+        prefill_attention.paged_prefill_attention(
+            AttentionCall(*paged), starts, max_query_len=num_tokens, num_parts=num_parts
+        )
+    state = prefill_state(8, 4, 16, "cpu")
+    prefill_attention.paged_prefill_part(
+        tiered,
+        starts,
+        PrefillPart(256 * num_tokens, 2048, is_last=True, state=state),
+        max_query_len=num_tokens,
+    )
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Return what is launched; nothing runs."""
+    found = []
+
+    def note(self, grid, tensors, indices, varying, numbers):
+        assert len(grid) == 3
+        given = tuple(tensors), tuple(indices), varying, numbers
+        found.append(Launch(self._kernel, frozenset(self._constants) - OPTIONS, *given))
+
+    monkeypatch.setattr(Launcher, "__call__", note)
+    return found
+
+
+def test_parameters_of_kernels_lie_as_a_launcher_takes_them(launches):
+    """Else a variant that Triton compiled for other values would run, and read wrong memory."""
+    every_launch(3)
+    for made in launches:
+        params, what = made.params(), made.kernel.fn.__name__
+        counts = [len(given) for given in made[2:]]
+        free, end = params[: sum(counts)], sum(counts)
+        kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
+        assert [(p.do_not_specialize_on_alignment, p.do_not_specialize) for p in free] == [
+            (kind == 1, kind == 2) for kind in kinds
+        ], what
+        assert not any(p.is_constexpr for p in free), what
+        assert all(p.is_constexpr for p in params[end:]), what
+        assert {p.name for p in params[end:]} == made.constants, what
+    using = {
+        path.stem
+        for path in Path(launch.__file__).parent.glob("*.py")
+        if "import Launcher" in path.read_text(encoding="utf-8")
+    }
+    assert {made.kernel.fn.__module__.rpartition(".")[2] for made in launches} == using
+
+
+def test_what_kernels_are_kept_by_follows_from_the_model_alone(launches):
+    """Neither batch nor lengths, of which a run has many; and of types that never change."""
+    every_launch(3)
+    few, begin = list(launches), len(launches)
+    every_launch(5)
+    for one, other in zip(few, launches[begin:], strict=True):
+        what = one.kernel.fn.__name__
+        assert one.kernel is other.kernel
+        assert one.numbers == other.numbers, what
+        assert {type(each) for each in one.varying} <= {int}, what
+        assert [*map(type, one.numbers)] == [*map(type, other.numbers)], what
+        assert {type(each) for each in one.numbers} <= {int, float}, what
+        assert [x.dtype for x in one.tensors] == [x.dtype for x in other.tensors], what
+        assert all(x.dtype in {torch.int32, torch.int64} for x in one.indices), what
