@@ -109,6 +109,23 @@ def test_blocks_of_experts_fit_every_card_and_add_in_one_order(capability, is_ga
             assert tile.stages >= 2 * tile.steps(loader) >= 4
 
 
+def test_the_host_lays_out_as_many_bytes_as_the_source(monkeypatch, tmp_path):
+    """A launch has the shared memory that the host works out, and the kernel does not look."""
+    claims = [
+        f"chunk_bytes<{loader.expression}>({tiles}) == {loader.chunk_bytes(tiles)}"
+        for loader in (*LOADERS, *OTHERS)
+        for tiles in (1, 2, 8)
+    ]
+    lines = [f'  static_assert({claim}, "");' for claim in claims]
+    source = "\n".join([driver._SOURCE.read_text(), "__device__ void sizes() {", *lines, "}\n"])
+    monkeypatch.setattr(driver, "_SOURCE", tmp_path / "sizes.cu")
+    driver._SOURCE.write_text(source)
+    assert driver.compiled(Kernel("rows", 128), (8, 6))
+    driver._SOURCE.write_text(source.replace(f"== {loaders.PLAIN.chunk_bytes(1)}", "== 1", 1))
+    with pytest.raises(CudaError, match="static assertion failed"):
+        driver.compiled(Kernel("rows", 128), (8, 6))
+
+
 def test_experts_with_exponents_as_scales_run_elsewhere(monkeypatch, rng):
     monkeypatch.setattr(experts, "capability", lambda _: (9, 0))
     x = torch.zeros((1, 64), dtype=torch.bfloat16)
