@@ -89,7 +89,7 @@ def test_it_answers_until_it_is_told_to_end(
     ("flags", "code", "said"),
     [
         (("--host", "0.0.0.0"), EXIT_CONFIG, "host: expected this machine's own address"),
-        (("--prot", "1"), EXIT_USAGE, "unrecognized arguments: --prot"),
+        (("--prot", "1"), EXIT_USAGE, "unknown argument --prot. Did you mean --port?"),
         (("--port", "x"), EXIT_CONFIG, "port: expected an integer, got 'x'"),
     ],
 )

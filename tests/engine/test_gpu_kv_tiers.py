@@ -13,7 +13,7 @@ from engine import LLM
 from engine.device.cuda import CUDACopyStream
 from engine.kv.memory import BlockMover
 from engine.kv.moves import MoveBatch
-from engine.plan import long as long_rates
+from engine.plan import host_times
 from engine.plan.sizes import CopyAhead
 from engine.run.executor import DeviceExecutor
 from kernels.compile_time import count_compile_time
@@ -92,8 +92,8 @@ def test_prefixes_swaps_and_a_long_sequence(
 def test_several_long_sequences_and_short_ones(
     tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch, rates: Any, eager: bool
 ) -> None:
-    monkeypatch.setattr(long_rates, "LEAST_TURN", 3)
-    monkeypatch.setattr(long_rates, "MOST_TURN", 5)
+    monkeypatch.setattr(host_times, "LEAST_TURN", 3)
+    monkeypatch.setattr(host_times, "MOST_TURN", 5)
     folder = tiny.folder("qwen3")
     prompts = [LONG, *PROMPTS[:4], LONG[7:], *PROMPTS[4:8], LONG[31:]]
     expected = alone(folder, prompts, TOKENS, **CUDA)
