@@ -111,6 +111,7 @@ def test_blocks_of_experts_fit_every_card_and_add_in_one_order(capability, is_ga
 
 def test_the_host_lays_out_as_many_bytes_as_the_source(monkeypatch, tmp_path):
     """A launch has the shared memory that the host works out, and the kernel does not look."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
     claims = [
         f"chunk_bytes<{loader.expression}>({tiles}) == {loader.chunk_bytes(tiles)}"
         for loader in (*LOADERS, *OTHERS)
