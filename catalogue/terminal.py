@@ -75,6 +75,16 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+def say_error(error: BaseException | str, arguments: Collection[str]) -> None:
+    """Write an error to stderr; beside --json, which programs read, its lines are not wrapped."""
+    text = f"error: {error}"
+    if "--json" not in arguments:
+        say(text)
+        return
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def screen_lines(text: str, stream: TextIO) -> list[str]:
     """Return a text in lines as wide as a stream (COLUMNS where it is set), wrapped by words.
 

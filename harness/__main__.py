@@ -20,7 +20,7 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     require_environment()
     from harness.point.full_disk import exit_code  # noqa: PLC0415  needs the environment
 
-    return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
+    return exit_code(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: "Sequence[str]") -> int:

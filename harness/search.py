@@ -394,7 +394,7 @@ TABLE_NAME: Final = "trials.csv"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m harness.search` with the given arguments; return its exit code."""
-    return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
+    return exit_code(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -95,7 +95,7 @@ def _pack(arguments: list[str]) -> int:
 def _test(arguments: list[str]) -> int:
     from console.testing.cli import main  # noqa: PLC0415  when it runs
 
-    return _guarded(lambda: main(arguments))
+    return _guarded(main, arguments)
 
 
 def _serve(arguments: list[str]) -> int:
@@ -137,37 +137,37 @@ def _console(arguments: list[str]) -> int:
 def _chat(arguments: list[str]) -> int:
     from server.chat import main  # noqa: PLC0415  when it runs
 
-    return _guarded(lambda: main(arguments))
+    return _guarded(main, arguments)
 
 
 def _open(arguments: list[str]) -> int:
     from tightfit.runs import open_page  # noqa: PLC0415  when it runs
 
-    return _guarded(lambda: open_page(arguments))
+    return _guarded(open_page, arguments)
 
 
 def _compare(arguments: list[str]) -> int:
     from tightfit.runs import compare  # noqa: PLC0415  when it runs
 
-    return _guarded(lambda: compare(arguments))
+    return _guarded(compare, arguments)
 
 
 def _doctor(arguments: list[str]) -> int:
     from tightfit.doctor import main  # noqa: PLC0415  when it runs
 
-    return _guarded(lambda: main(arguments))
+    return _guarded(main, arguments)
 
 
 def _service(arguments: list[str]) -> int:
     from console.service.cli import main  # noqa: PLC0415  when it runs
 
-    return _guarded(lambda: main(arguments))
+    return _guarded(main, arguments)
 
 
 def _ui(arguments: list[str]) -> int:
     from harness.ui import main  # noqa: PLC0415  when it runs
 
-    return _guarded(lambda: main(arguments))
+    return _guarded(main, arguments)
 
 
 def _completion(arguments: list[str]) -> int:
@@ -180,11 +180,11 @@ def _completion(arguments: list[str]) -> int:
         return EXIT_BAD_CONFIG
 
 
-def _guarded(command: Callable[[], int]) -> int:
+def _guarded(command: Callable[[Sequence[str]], int], arguments: list[str]) -> int:
     """Return the exit code of a command; a refusal is printed, and Ctrl-C is one code."""
     from harness.point.full_disk import exit_code  # noqa: PLC0415  when it runs
 
-    return exit_code(command)
+    return exit_code(command, arguments)
 
 
 def _version(arguments: list[str]) -> int:

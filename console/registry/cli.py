@@ -19,6 +19,7 @@ from catalogue.terminal import (
     CommandParser,
     columns,
     say,
+    say_error,
     show,
 )
 from console.registry.listing import read_models
@@ -66,13 +67,13 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
         for answer in _CARRY_OUT[chosen.verb](chosen):
             show([json.dumps(answer.plain, indent=1)] if chosen.json else answer.lines)
     except ModelUnavailableError as error:
-        say(f"error: {as_flags(str(error))}")
+        say_error(as_flags(str(error)), arguments)
         return EXIT_NOT_ALL_OK
     except ConfigError as error:
-        say(f"error: {error}")
+        say_error(error, arguments)
         return EXIT_NOT_ALL_OK if getattr(error, "is_busy", False) else EXIT_BAD_CONFIG
     except EngineError as error:
-        say(f"error: {error}")
+        say_error(error, arguments)
         return EXIT_NOT_ALL_OK
     return EXIT_OK
 

@@ -437,9 +437,23 @@ def read_row(session: Session, model: str | int) -> Model:
     """
     row = _find(session, model)
     if row is None:
-        hint = did_you_mean(str(model), session.scalars(select(Model.name)))
-        raise FieldError("model", f"model: expected one of the registry, got {shown(model)}.{hint}")
+        names = list(session.scalars(select(Model.name).order_by(Model.name)))
+        hint = did_you_mean(str(model), names)
+        raise FieldError(
+            "model",
+            f"model: expected a model of the registry ({_some(names)}), got {shown(model)}.{hint} "
+            "`tightfit models add NAME` adds one.",
+        )
     return row
+
+
+_MOST_NAMES: Final = 10
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many others there are."""
+    more = [f"{len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
+    return ", ".join([*names[:_MOST_NAMES], *more]) or "it has none"
 
 
 def _find(session: Session, model: str | int) -> Model | None:

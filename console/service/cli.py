@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from catalogue.files import tightfit_home
-from catalogue.terminal import CommandParser, say
+from catalogue.terminal import CommandParser, say_error
 from console.registry.database import Database
 from console.registry.flags import arguments_of
 from console.service.systemd import Runner, ServiceError, Systemd, UnitState, run_command
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str], runner: Runner = run_command) -> int:
     try:
         return _carry_out(options, runner)
     except ServiceError as error:
-        say(f"error: {error}")
+        say_error(error, arguments)
         return EXIT_REFUSED
 
 

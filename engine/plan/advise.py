@@ -357,16 +357,23 @@ SAME_TIME: Final = 0.01
 """Predicted times that differ by less count as equal."""
 
 
-def _offload_room(plan: MemoryPlan, asked: Asked) -> str:
-    """cpu_offload_gb beyond all that can be moved."""
+CAN_MOVE: Final = "GiB of weights that can be moved"
+"""What a note says of a cpu_offload_gb beyond all weights."""
+
+
+def room_beyond(plan: MemoryPlan, asked: Asked) -> str:
+    """Say that cpu_offload_gb is more than all that can be moved; empty where it is not."""
     moved, room = off_gpu_bytes(plan), asked.config.offload.uva.cpu_offload_gb
     is_set = asked.config.offload.backend == "uva" and not asked.config.planner.choose
     if not is_set or moved >= room * GIB:
         return ""
-    return (
-        f"offload.uva.cpu_offload_gb={room:g} is more than the {moved / GIB:.3f} GiB that can be "
-        "moved. Lower it."
-    )
+    return f"offload.uva.cpu_offload_gb={room:g} is more than the {moved / GIB:.3f} {CAN_MOVE}"
+
+
+def _offload_room(plan: MemoryPlan, asked: Asked) -> str:
+    """cpu_offload_gb beyond all that can be moved."""
+    beyond = room_beyond(plan, asked)
+    return beyond and f"{beyond}, so the rest has no effect. Lower it."
 
 
 def _slots(plan: MemoryPlan, asked: Asked) -> str:

@@ -21,6 +21,7 @@ from engine.plan.advise import (
     gib,
     lossless_resident,
     no_offload,
+    room_beyond,
     short_step_s,
     spread_that_fits,
     waste_notes,
@@ -488,6 +489,7 @@ def _not_needed(asked: Asked, plan: MemoryPlan) -> list[str]:
     rates, shapes = asked.rates, [shape_of(item, asked.spec) for item in (plan, resident)]
     with_ms, without_ms = (decode_step_s(shape, rates, 1, 0) * 1e3 for shape in shapes)
     moved = plan.bytes_per_step()
+    beyond = room_beyond(plan, asked)
     is_hidden = with_ms < (1 + _SMALL) * without_ms
     more = f"{with_ms - without_ms:.3g} ms more than {without_ms:.3g} ms at batch 1"
     cost = (
@@ -502,7 +504,7 @@ def _not_needed(asked: Asked, plan: MemoryPlan) -> list[str]:
     )
     return [
         f"offload={asked.config.offload.backend} is not needed: everything fits the GPU budget of "
-        f"{plan.gpu_budget_bytes / GIB:.2f} GiB. {cost} Set "
+        f"{plan.gpu_budget_bytes / GIB:.2f} GiB{beyond and f', and {beyond}'}. {cost} Set "
         f"{' '.join(no_offload(asked.config.kv))}."
     ]
 

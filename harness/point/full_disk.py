@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from catalogue.terminal import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_NOT_ALL_OK,
-    say,
+    say_error,
 )
 from engine.errors import ConfigError
 from harness.config.schema import TrackingConfig
@@ -72,13 +72,13 @@ def _ways() -> str:
     )
 
 
-def exit_code(command: Callable[[], int]) -> int:
+def exit_code(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Return the exit code of a command, its refusal written to stderr."""
     try:
         with full_disk_ends():
-            return command()
+            return command(arguments)
     except (ConfigError, DiskFullError) as error:
-        say(f"error: {error}")
+        say_error(error, arguments)
         return code_of(error)
     except KeyboardInterrupt as error:
         return code_of(error)

@@ -10,7 +10,7 @@ from catalogue.terminal import EXIT_OK, columns, show
 from engine.device.gpu import open_gpu
 from engine.errors import ConfigError
 from engine.lines import WIDTH, by_words, indented, labelled, wrapped
-from engine.plan.advise import DEFAULT_TOKENS, off_gpu_bytes
+from engine.plan.advise import CAN_MOVE, DEFAULT_TOKENS, off_gpu_bytes
 from engine.plan.answer import rate
 from engine.plan.cards import UNKNOWN_HOST_BYTES
 from engine.plan.memory import MemoryPlan
@@ -142,7 +142,8 @@ def _essential(found: Forecast) -> Iterator[str]:
     yield from found.notes
     answer: Any = found.answer
     notes = (answer.plan or {}).get("notes", ()) if found.plan is None else found.plan.notes
-    yield from (note for note in notes if note.startswith(("fallback", "swap_space", "torch")))
+    said = ("fallback", "swap_space", "torch")
+    yield from (note for note in notes if note.startswith(said) or CAN_MOVE in note)
     if found.facts.kind == "cuda" and open_gpu() is None:
         yield "No GPU is here: a run here lets the CPU stand in for the card, in float32."
 

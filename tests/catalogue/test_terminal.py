@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from catalogue.terminal import CommandParser, UsageError, columns, say
+from catalogue.terminal import CommandParser, UsageError, columns, say, say_error
 
 ROWS = [("point", "GiB", "folder"), ("gpu[red]:smile:", "1.5", "a b"), ("", "12.25", "")]
 LINES = [
@@ -109,6 +109,17 @@ def test_what_is_said_is_wrapped_by_words_and_commands_are_not(
     row = f"  one line that is indented: {'x ' * 60}"
     say(f"short\n{row}")
     assert capsys.readouterr().err == f"short\n{row}\n"
+
+
+def test_an_error_beside_json_is_not_wrapped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = REFUSED.removeprefix("error: ")
+    say_error(text, ["list", "--json"])
+    assert capsys.readouterr().err == f"{REFUSED}\n"
+    say_error(text, ["list"])
+    assert len(capsys.readouterr().err.splitlines()) == 6
 
 
 @pytest.mark.parametrize(

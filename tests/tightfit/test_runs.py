@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
+from engine.lines import WIDTH
 from tests.reports.examples import ok_record
 from tightfit.__main__ import main
 from tightfit.completion import SCRIPTS, candidates
@@ -217,7 +218,8 @@ def test_a_refusal_is_one_json_document(capsys: pytest.CaptureFixture[str], home
     document = json.loads(shown.out)
     assert (document["kind"], document["exit_code"]) == ("error", 2)
     assert document["message"].startswith("modell: there is no such key")
-    assert document["message"] in shown.err
+    assert shown.err == f"error: {document['message']}\n"
+    assert len(shown.err) > WIDTH
 
 
 @pytest.mark.thorough_but("run")

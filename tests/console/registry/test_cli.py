@@ -156,7 +156,7 @@ def test_a_list_loads_no_sqlalchemy(models_command: Command, tmp_path: Path) -> 
         (["add", "glass", "--card", "cpu", "--as-is"], 2, "card: expected none beside --as-is"),
         (["show", "glass", "--card", "cpu"], 2, "card: expected a model that was added, got glass"),
         (["set", "glass"], 2, "set: expected a setting, such as --cpu-offload-gb 4"),
-        (["set", "glass", "--seed", "1"], 2, "model: expected one of the registry, got 'glass'"),
+        (["set", "glass", "--seed", "1"], 2, "a model of the registry (it has none), got 'glass'"),
         (["set", "glass", "--drop"], 2, "drop: expected --profile NAME beside it"),
         (["remove", "glass"], 2, "model glass: expected files that were fetched"),
         (["remove", "glass", "--keep-files"], 2, "expected a model that was added, got glass"),

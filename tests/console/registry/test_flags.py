@@ -56,7 +56,10 @@ def test_a_profile_is_named_by_its_model(database: Database, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("other", "model: expected one of the registry, got 'other'"),
+        (
+            "other",
+            r"a model of the registry \(small\), got 'other'\. `tightfit models add NAME",
+        ),
         ("small/other", "profile: expected one of default, got 'other'"),
         ("small/", "expected MODEL or MODEL/PROFILE, got 'small/'"),
         ("", "expected MODEL or MODEL/PROFILE, got ''"),
@@ -98,6 +101,6 @@ def test_serve_takes_a_profile_and_flags_win(
     assert (asked.model, asked.server.port) == (str(folder), 9000)
     assert asked.keywords["max_num_seqs"] == 5
     assert run(["serve", "--profile", "other"]) == EXIT_CONFIG
-    assert "expected one of the registry" in capsys.readouterr().err
+    assert "expected a model of the registry" in capsys.readouterr().err
     assert run(["serve", "small", "--port", "1"]) == 0
     assert given == ["small", "--port", "1"]

@@ -244,5 +244,19 @@ def test_a_gated_model_without_access_says_so_and_no_token_is_kept(
 
 def test_a_model_that_is_none_is_refused(models: Models) -> None:
     for name in ("x", 7, "1; DROP TABLE models"):
-        with pytest.raises(FieldError, match="model: expected one of the registry, got"):
+        with pytest.raises(FieldError, match=r"expected a model of the registry \(it has none\)"):
             models.get(name)
+
+
+def test_a_wrong_name_is_refused_with_the_names_there_are_and_how_to_add_one(
+    models: Models, tmp_path: Path
+) -> None:
+    for number in range(12):
+        models.add(str(checkpoint(tmp_path / f"{number}")), name=f"m{number:02}")
+    listed = ", ".join(f"m{number:02}" for number in range(10))
+    with pytest.raises(FieldError) as error:
+        models.get("none")
+    assert str(error.value) == (
+        f"model: expected a model of the registry ({listed}, 2 more), got 'none'. "
+        "`tightfit models add NAME` adds one."
+    )

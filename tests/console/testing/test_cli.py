@@ -61,5 +61,5 @@ def test_one_that_does_not_fit_says_why(
     assert cli.main(["toy", "--resume"]) == EXIT_OK
     with pytest.raises(ConfigError, match="expected one that ended early, got status finished"):
         cli.main(["toy", "--resume"])
-    with pytest.raises(ConfigError, match="model: expected one of the registry, got 'none'"):
+    with pytest.raises(ConfigError, match=r"a model of the registry \(toy\), got 'none'"):
         cli.main(["none"])

@@ -23,8 +23,11 @@ def notes(
 def test_offload_room_beyond_the_weights_has_no_use() -> None:
     [note] = [text for text in notes(uva(100)) if "cpu_offload_gb" in text]
     assert note.startswith("offload.uva.cpu_offload_gb=100 is more than the ")
-    assert "GiB that can be moved" in note
-    assert not [text for text in notes(uva(8)) if "no use" in text]
+    assert note.endswith(" GiB of weights that can be moved, so the rest has no effect. Lower it.")
+    assert not [text for text in notes(uva(8)) if "can be moved" in text]
+    [note] = notes(uva(100), memory_gib=100)
+    assert note.startswith("offload=uva is not needed: everything fits the GPU budget of ")
+    assert " GiB, and offload.uva.cpu_offload_gb=100 is more than the 12." in note
 
 
 def test_slots_that_make_no_step_shorter_are_named_with_what_fewer_would_free() -> None:
