@@ -110,7 +110,6 @@ def prefill_num_parts(num_queries: int, num_heads: int, head_dim: int) -> int:
     return 1
 
 
-@functools.lru_cache(maxsize=1024)
 def prefill_partial_rows(num_queries: int, num_heads: int, head_dim: int, max_seq_len: int) -> int:
     """Return how many rows of partial results calls of so many queries or fewer have at most.
 
@@ -120,9 +119,15 @@ def prefill_partial_rows(num_queries: int, num_heads: int, head_dim: int, max_se
         head_dim: elements of a head.
         max_seq_len: tokens of a sequence at most.
     """
-    rows, most = 0, -(-max_seq_len // PREFILL_SPLIT_KEYS)
+    most_parts = -(-max_seq_len // PREFILL_SPLIT_KEYS)
+    return _partial_rows(num_queries, num_heads, head_dim, most_parts)
+
+
+@functools.lru_cache(maxsize=1024)  # asked by every launch
+def _partial_rows(num_queries: int, num_heads: int, head_dim: int, most_parts: int) -> int:
+    rows = 0
     for size in _PREFILL_SPLIT_QUERIES:
-        parts = min(most, prefill_num_parts(size, num_heads, head_dim))
+        parts = min(most_parts, prefill_num_parts(size, num_heads, head_dim))
         if parts > 1:
             rows = max(rows, min(size, num_queries) * num_heads * parts)
         if size >= num_queries:

@@ -132,7 +132,8 @@ def _launch(
         partial, logsumexp = split.partial, split.logsumexp
         num_parts, grid_parts = split.num_parts, split.grid_parts
     num_tiles = -(-max_query_len * group // tile.rows)
-    has_sinks, at = call.sinks is not None, (call.window or 0, out.device)
+    has_sinks = call.sinks is not None
+    at = sizes.PREFILL_SPLIT_KEYS, call.window or 0, out.device
     launch = _launcher(
         group,
         head_size,
@@ -195,7 +196,8 @@ def _sum_parts(
     num_tokens, num_heads, head_size = out.shape
     group = num_heads // num_kv_heads
     num_blocks = -(-max_query_len * group // _SUM_ROWS)
-    has_sinks, at = call.sinks is not None, (call.window or 0, out.device)
+    has_sinks = call.sinks is not None
+    at = sizes.PREFILL_SPLIT_KEYS, call.window or 0, out.device
     launch = _sum_launcher(group, head_size, tile, *at, has_sinks=has_sinks)
     launch(
         (num_blocks, num_kv_heads, call.seq_lens.shape[0]),
@@ -212,6 +214,7 @@ def _launcher(
     head_size: int,
     tokens_per_block: int,
     tile: Tile,
+    split_keys: int,
     window: int,
     device: torch.device,
     *,
@@ -230,7 +233,7 @@ def _launcher(
         P=tokens_per_block,
         KEYS=tile.keys,
         WINDOW=window,
-        SPLIT=sizes.PREFILL_SPLIT_KEYS,
+        SPLIT=split_keys,
         FILLING=_FILLING_WARPS // tile.num_warps,
         IS_PART=is_part,
         IS_SPLIT=is_split,
@@ -243,7 +246,14 @@ def _launcher(
 
 @functools.cache
 def _sum_launcher(
-    group: int, head_size: int, tile: Tile, window: int, device: torch.device, *, has_sinks: bool
+    group: int,
+    head_size: int,
+    tile: Tile,
+    split_keys: int,
+    window: int,
+    device: torch.device,
+    *,
+    has_sinks: bool,
 ) -> Launcher:
     """Return what launches _sum_kernel for these sizes."""
     return Launcher(
@@ -255,7 +265,7 @@ def _sum_launcher(
         H=head_size,
         H_PADDED=max(16, power_of_2(head_size)),
         KEYS=tile.keys,
-        SPLIT=sizes.PREFILL_SPLIT_KEYS,
+        SPLIT=split_keys,
         FILLING=_FILLING_WARPS // tile.num_warps,
         SUMMED_PARTS=_SUMMED_PARTS,
         WINDOW=window,
