@@ -57,9 +57,8 @@ STEP_OVERHEAD_S: Final = 0.1e-3
 EAGER_LAYER_OVERHEAD_S: Final = 0.48e-3
 """Launches of one layer without graphs, where none were probed: half of the 0.82 to 1.16 ms that
 steps of 1024 prompt tokens took a layer when Triton looked at every argument of a launch (qwen3_4b,
-36 layers, six runs on one host of an H200). Medians of steps of 512, 1024 and 2048 tokens were
-0.83, 0.81 and 0.81 ms a layer then, and 0.49, 0.29 and 0.36 without that, in two runs on hosts
-whose speed varies by a factor of up to two."""
+36 layers, six runs on one host of an H200, docs/performance.md). Half is an estimate: no study has
+measured it since."""
 EAGER_LAYER_LAUNCHES: Final = 50
 """Their time over one launch of torch's addition, as a probe times it: half of 84 to 123, where the
 latter took 7.1 to 10.5 us."""

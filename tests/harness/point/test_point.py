@@ -275,38 +275,35 @@ def test_one_bad_point_does_not_change_the_next(tmp_path):
     assert run(tmp_path, name="1").status == "ok"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
-def test_ctrl_c_ends_the_worker_and_writes_the_record(tmp_path, number):
+def run_until_interrupted(tmp_path, number, **script):
+    """Run a point whose worker hangs at a step; send the signal once it does."""
     mark = tmp_path / "hanging"
-    script = Script(fail_at="step", failure="hang", touch=str(mark))
+    hanging = Script(fail_at="step", failure="hang", touch=str(mark), **script)
     watcher = threading.Thread(target=_interrupt_when, args=(mark, number))
     watcher.start()
     config = run_config(scenario=scenario(correctness=UNCHECKED))
     with pytest.raises(KeyboardInterrupt):
-        run_point(config, tmp_path / "run", command=fake_command(tmp_path, script))
+        run_point(config, tmp_path / "run", command=fake_command(tmp_path, hanging))
     watcher.join()
     record = RunRecord.read(tmp_path / "run" / "result.json")
     assert (record.status, record.error["type"]) == ("killed", "Interrupted")
+    return record
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
+def test_ctrl_c_ends_the_worker_and_writes_the_record(tmp_path, number):
+    record = run_until_interrupted(tmp_path, number)
     assert record.error["phase"] == "latency warm-up"
     assert record.plan is not None
     assert not _alive(tmp_path / "run")
 
 
 def test_parts_that_ended_before_ctrl_c_stay_in_the_record(tmp_path):
-    mark = tmp_path / "hanging"
     latency_steps = 12 * 5  # a warm-up and 11 requests
-    script = Script(fail_at="step", failure="hang", touch=str(mark), after_steps=latency_steps)
-    watcher = threading.Thread(target=_interrupt_when, args=(mark, signal.SIGINT))
-    watcher.start()
-    config = run_config(scenario=scenario(correctness=UNCHECKED))
-    with pytest.raises(KeyboardInterrupt):
-        run_point(config, tmp_path / "run", command=fake_command(tmp_path, script))
-    watcher.join()
-    record = RunRecord.read(tmp_path / "run" / "result.json")
-    assert (record.status, record.error["type"]) == ("killed", "Interrupted")
+    record = run_until_interrupted(tmp_path, signal.SIGINT, after_steps=latency_steps)
     assert record.error["phase"] == "throughput warm-up"
     assert record.metrics["latency/ttft_ms/mean"] == 500
-    assert "throughput/tok_s" not in record.metrics
+    assert not any(name.startswith("throughput/") for name in record.metrics)
     assert "latency" in record.samples
     assert "throughput" not in record.samples
 
