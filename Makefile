@@ -61,8 +61,10 @@ arch: setup ## import contracts
 fmt: setup ## sort imports, mend what ruff can, format; the only target that rewrites code
 	$(PY) -m ruff check --fix && $(PY) -m ruff format
 
-test-gpu: ## run the GPU tests (on a machine with its own torch: make test-gpu PY=python3)
-	$(PY) -m pytest -m gpu --require-gpu $(ARGS)
+test-gpu: JOBS := 1
+test-gpu: ## run the GPU tests (JOBS=14 processes; on a machine with its own torch: PY=python3)
+	$(PY) -m pytest -m "gpu and not alone" --require-gpu $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(ARGS)
+	$(PY) -m pytest -m "gpu and alone" --require-gpu $(ARGS)
 
 bench: ## backends and weights in codes against link and memory on this GPU; writes docs/performance.md
 	@status=0; for study in $(STUDIES); do $(PY) -m harness study=$$study $(ARGS) || status=$$?; done; \

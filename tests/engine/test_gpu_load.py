@@ -157,6 +157,7 @@ def test_checksums_outlive_pinned_memory_and_engines(shards: Path) -> None:
     assert len(set(found)) == 1
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("keywords", [{"cpu_offload_gb": 0.15}, {"offload_group_size": 1}], ids=str)
 def test_both_memories_are_given_back(shards: Path, keywords: dict[str, Any]) -> None:
     def open_once() -> LLM:

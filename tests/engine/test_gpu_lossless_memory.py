@@ -12,7 +12,7 @@ from engine import LLM
 from tests.engine.test_gpu_memory import GIB, LARGE, MIB
 from tests.tiny import greedy, make_prompt, open_llm
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from harness.observe.probe import probe_link
 from tests.engine.conftest import TinyModels
 from tests.tiny import greedy, greedy_params, make_prompt, open_llm
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MIB, GIB = 2**20, 2**30
 PROMPTS = [make_prompt(length, seed=6) for length in (1, 19, 90)]

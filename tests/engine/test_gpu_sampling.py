@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from engine import LLM, SamplingParams, StructuredOutput
 from engine.run.executor import DeviceExecutor
@@ -14,6 +13,7 @@ from tests.engine.groups import with_blocks
 from tests.engine.run.test_overlap_gpu import lag
 from tests.engine.run.test_sampler import Sampler, make_logits, make_row, sample
 from tests.engine.test_structured import byte_folder
+from tests.engine.waits import waits_fail
 from tests.tiny import make_prompt, open_llm
 
 __all__ = ["byte_folder", "lag"]
@@ -99,12 +99,9 @@ def test_steps_with_forms_wait_for_nothing(byte_folder: Path) -> None:
     load(llm)  # what is compiled and cached is so by now
     for at, kind in enumerate(KINDS):
         llm.add_request(PROMPTS[at % 4], SamplingParams(**{"max_tokens": 9, **kind}), str(at))
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waits_fail():
         while llm.has_unfinished():
             llm.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     llm.close()
 
 

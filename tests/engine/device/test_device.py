@@ -186,6 +186,7 @@ def test_a_stream_of_copies_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_probes_leave_nothing_behind() -> None:
     probe.probe_link("cuda")
     before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()

@@ -1,7 +1,5 @@
 """On a GPU: steps overlap with graphs and eager, a device that lags, no waits, replays alone."""
 
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from engine.run.inputs import Upload
 from tests.engine.conftest import TinyModels
 from tests.engine.late import drain
 from tests.engine.run.test_overlap import KINDS, PROMPTS, load, open_overlap
+from tests.engine.waits import waits_fail
 from tests.tiny import greedy, greedy_params, open_llm
 
 pytestmark = pytest.mark.gpu
@@ -90,29 +89,15 @@ def test_control_one_buffer_of_inputs_changes_tokens(tiny: TinyModels, late_uplo
         assert (found == tiny.greedy("llama", PROMPTS[:3], 9)) is is_right
 
 
-@pytest.fixture
-def waits_fail() -> Iterator[None]:
-    """Let torch raise where it waits for the device; waiting for an event is not counted."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("keywords", [{}, {"enforce_eager": True}], ids=str)
-def test_steps_wait_for_nothing_but_an_event(
-    tiny: TinyModels, keywords: dict[str, Any], waits_fail: None
-) -> None:
-    torch.cuda.set_sync_debug_mode("default")
+def test_steps_wait_for_nothing_but_an_event(tiny: TinyModels, keywords: dict[str, Any]) -> None:
     llm: LLM = open_llm(tiny.folder("llama"), device="cuda", **keywords)
     kinds = [kind for kind in KINDS if "stop" not in kind]
     for at, kind in enumerate(kinds):
         params = SamplingParams(**{"max_tokens": 6, **kind})
         llm.add_request(PROMPTS[at % len(PROMPTS)], params, str(at))
-    torch.cuda.set_sync_debug_mode("error")
-    tokens = drain(llm, {})
-    torch.cuda.set_sync_debug_mode("default")
+    with waits_fail():
+        tokens = drain(llm, {})
     assert len(tokens) == len(kinds)
     llm.close()
 

@@ -29,6 +29,7 @@ def test_without_pinned_memory_nothing_is_probed(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_moves_of_an_8b_models_blocks_keep_the_link_busy():
     link, found = probe_link("cuda"), probe.probe_moves(2**21, "cuda")
     assert found["store_gb_s"] > 0.5 * link["d2h_gb_s"]

@@ -82,6 +82,7 @@ def test_products_have_weights_as_layers_have_them(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_is_measured_within_what_its_parts_can_do() -> None:
     before = torch.cuda.memory_reserved()
     found = {name: rate or 0.0 for name, rate in probe.probe_rates("cuda").items()}
