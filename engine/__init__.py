@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.asked.kv import KVTransferConfig
     from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
-    from engine.asked.sampling import SamplingParams
-    from engine.asked.structured import StructuredOutput
+    from engine.asked.sampling import SamplingParams, StructuredOutput
     from engine.async_llm import AsyncLLM
     from engine.llm import LLM
 
@@ -28,7 +27,7 @@ _HOMES = {
     "OffloadConfig": "asked.offload",
     "PrefetchOffloadConfig": "asked.offload",
     "SamplingParams": "asked.sampling",
-    "StructuredOutput": "asked.structured",
+    "StructuredOutput": "asked.sampling",
     "UVAOffloadConfig": "asked.offload",
 }
 

@@ -17,9 +17,16 @@ from engine.asked.keywords import (
     takes_keywords,
 )
 from engine.asked.request import RequestOutput, TokenEvent
-from engine.asked.sampling import SamplingParams
-from engine.asked.structured import StructuredOutput
-from engine.build import Engine, Progress, build_engine, known_unpackable, read_model
+from engine.asked.sampling import SamplingParams, StructuredOutput
+from engine.build import (
+    NUM_CANDIDATES,
+    Engine,
+    Progress,
+    build_engine,
+    judge,
+    known_unpackable,
+    read_model,
+)
 from engine.clock import LoadReport, StepStats
 from engine.device.cuda import open_device
 from engine.errors import ConfigError, EngineError
@@ -29,10 +36,9 @@ from engine.model.spec import ModelSpec
 from engine.plan.cards import DeviceFacts
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
-from engine.referee import NUM_CANDIDATES, judge
 from engine.snapshot import Snapshot, take_snapshot
-from engine.text.chat import Messages, chat_tokens, is_conversation
 from engine.text.sessions import Prompt, Sessions, interrupt_afterwards
+from engine.text.tokenizer import Messages, chat_tokens, is_conversation
 
 _LOG = logging.getLogger("tightfit")
 

@@ -15,8 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from engine.asked.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams
-from engine.asked.structured import StructuredOutput
+from engine.asked.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams, StructuredOutput
 from engine.errors import RequestError
 from server.errors import APIError, about_form, bad_value, shown, unsupported
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from engine.asked.request import NO_TOKEN, TokenEvent
 from engine.asked.sampling import SamplingParams
 from engine.errors import ConfigError, RequestError
-from engine.text.chat import chat_text
+from engine.text.tokenizer import chat_text
 from server.wire import Chat, Prompt, PromptToken, Start, Token, TokenText
 
 if TYPE_CHECKING:

@@ -294,8 +294,8 @@ def _files(facts: Facts) -> Iterator[Line]:
 def collect() -> Facts:
     """Return the facts of this machine. Loads torch where there is a GPU to ask it about."""
     from catalogue.files import tightfit_home  # noqa: PLC0415  when it runs
-    from engine.device.facts import available_bytes, memlock_room  # noqa: PLC0415
     from engine.device.gpu import open_gpu  # noqa: PLC0415
+    from engine.device.machine import available_bytes, memlock_room  # noqa: PLC0415
     from harness.observe.environment import (  # noqa: PLC0415
         huge_page_facts,
         package_version,

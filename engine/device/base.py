@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.device.facts import num_threads
+from engine.device.machine import num_threads
 from engine.errors import CapacityError
 from engine.plan.cards import DeviceFacts
 from engine.sealed import GIB

@@ -14,8 +14,8 @@ import torch
 
 from engine.device.base import CopyStream, Device, HostBuffer, capabilities
 from engine.device.cpu import CPUDevice
-from engine.device.facts import available_bytes, memlock_room, num_threads
 from engine.device.gpu import open_gpu
+from engine.device.machine import available_bytes, memlock_room, num_threads
 from engine.errors import CapacityError, ConfigError, EngineError, PinningError
 from engine.plan.cards import DeviceFacts
 

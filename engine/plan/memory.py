@@ -10,7 +10,7 @@ from typing import Any
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
-from engine.model.rounding import described, weight_formats
+from engine.model.loading import described, weight_formats
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.cards import DeviceFacts
 from engine.plan.experts import ExpertPlan, plan_experts

@@ -12,7 +12,7 @@ from typing import Any
 from engine.asked.config import EngineConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import Format
-from engine.model.rounding import weight_formats
+from engine.model.loading import weight_formats
 from engine.model.routing import check_experts
 from engine.model.spec import ModelSpec
 from engine.plan.advise import (

@@ -20,7 +20,7 @@ from engine.plan.sizes import pad_batch
 from engine.run.inputs import Batch
 from engine.run.routing import Routers
 from engine.run.stages import Stages
-from engine.weights.experts import ROUTED, RoutedExperts
+from engine.weights.residence import ROUTED, RoutedExperts
 from engine.weights.store import OPERATORS, WeightStore
 from kernels.arguments import (
     AttentionCall,

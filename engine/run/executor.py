@@ -15,11 +15,9 @@ from engine.errors import ConfigError
 from engine.plan.memory import MemoryPlan
 from engine.plan.sizes import HOST_DECODES, pad_batch
 from engine.run.decoder import Decoder
-from engine.run.expert_counts import ExpertMeter
 from engine.run.inputs import Batch, BatchBuilder, StepShape
-from engine.run.routing import Recorded, RecordedPart
-from engine.run.sample_row import SampleRow
-from engine.run.sampler import PendingTokens, Sampler
+from engine.run.routing import ExpertMeter, Recorded, RecordedPart
+from engine.run.sampler import PendingTokens, Sampler, SampleRow
 from engine.schedule.step import StepPlan
 from kernels.sizes import MAX_SMALL_TOKENS
 

@@ -20,7 +20,7 @@ from engine.plan.sizes import (
     pad_batch,
     padded_prefill,
 )
-from engine.run.pieces import (
+from engine.run.stages import (
     PIECE_KEYS,
     AheadDecode,
     DecodePiece,

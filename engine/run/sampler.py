@@ -1,6 +1,7 @@
 """Choose one token for each row of logits, on the device that holds them.
 
-Shape letters: S rows, V vocabulary, D rows that draw, K alternatives returned.
+Shape letters: S rows, V vocabulary, D rows that draw, K alternatives returned, P rows with
+penalties, L tokens that may count.
 
 A draw depends on nothing but the row's logits and its key: one uniform number comes from a hash of
 (seed, request, index, position), and the inverse of the cumulative distribution is taken over the
@@ -9,25 +10,297 @@ tokens sorted from most to least probable, the lower id first among equals. Weig
 thereby not on the batch; a token 2^40 times less probable than the first is never drawn.
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.asked.request import NoToken, SampledToken
+from engine.asked.request import NoToken, SampledToken, Sequence
 from engine.asked.sampling import (
     MAX_BIASES,
     MAX_LOGPROBS,
     SAMPLER_GREEDY_ELEMENTS,
     SAMPLER_SORT_ELEMENTS,
+    SamplingParams,
 )
+from engine.asked.sampling import PENALTY_PAGE_TOKENS as PAGE
 from engine.errors import EngineError
-from engine.run.penalties import Penalties
-from engine.run.sample_row import SampleRow, send
+
+NO_ROWS = range(0)
+SENT_BYTES: Final = 2**16
+"""Most bytes that CUDA takes from pageable memory without waiting for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What is known of the sequence that a row of logits belongs to."""
+
+    sequence: Sequence
+    params: SamplingParams
+    """The sequence's own."""
+    engine_seed: int
+    """Keys the draws of requests without a seed, with their number in order of arrival."""
+    eos_ids: Collection[int]
+    """The model's end-of-sequence tokens."""
+    position: int
+    """Place of the new token in prompt and output, from 0."""
+    num_output_tokens: int
+    """Tokens of the output so far, with those that are sampled but not known to the host yet."""
+    token_rows: range = NO_ROWS
+    """The rows of these in the step before, which samples them."""
+    mask: np.ndarray | None = None
+    """int32, a bit for each token that its constraint allows, the lowest first; None: there is no
+    constraint, or it failed."""
+
+    @classmethod
+    def of(
+        cls,
+        sequence: Sequence,
+        engine_seed: int,
+        eos_ids: Collection[int],
+        *,
+        token_rows: range = NO_ROWS,
+    ) -> "SampleRow":
+        """Make the row of a sequence's next token; find out what its constraint allows, if any.
+
+        The tokens before it that the host does not know yet are in `token_rows` of the step before.
+        """
+        constraint = sequence.constraint
+        mask = None if constraint is None else constraint.mask()
+        unknown = len(token_rows)
+        counts = sequence.num_tokens + unknown, sequence.num_output_tokens + unknown
+        return cls(sequence, sequence.params, engine_seed, eos_ids, *counts, token_rows, mask)
+
+    def uniform(self) -> float:
+        """Return the number in [0, 1) that decides the token."""
+        index, arrival = self.sequence.index, self.sequence.request.arrival
+        if self.params.seed is None:
+            text = f"{self.engine_seed}|{index}|{self.position}|i{arrival}"
+        else:
+            text = f"{self.params.seed + index}|0|{self.position}|i0"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+    @property
+    def banned_ids(self) -> set[int]:
+        """Tokens that would end the output before min_tokens."""
+        params = self.params
+        if self.num_output_tokens >= params.min_tokens:
+            return set()
+        banned = set(params.stop_token_ids or ())
+        return banned if params.ignore_eos else banned.union(self.eos_ids)
+
+
+def send(values: Any, dtype: type[np.generic], device: torch.device) -> Tensor:
+    """Copy host numbers to a device without waiting for it, SENT_BYTES at a time.
+
+    Stream: enqueued on the current stream.
+    """
+    host = torch.from_numpy(np.array(values, dtype=dtype))
+    if host.nbytes <= SENT_BYTES:
+        return host.to(device, non_blocking=True)
+    sent, size = torch.empty_like(host, device=device), SENT_BYTES // host.itemsize
+    for first in range(0, host.numel(), size):
+        part = slice(first, first + size)
+        sent.view(-1)[part].copy_(host.view(-1)[part], non_blocking=True)
+    return sent
+
+
+SENT_TOKENS = 4096
+"""Tokens that are written at once."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """The pages of a sequence."""
+
+    pages: list[int] = field(default_factory=list)
+    num_written: int = 0
+    """Leading tokens in them that came from the host."""
+
+
+class Penalties:
+    """Applies repetition_penalty, frequency_penalty and presence_penalty, in this order.
+
+    The tokens of a sequence with a penalty lie in pages on the device, where the newest one may be
+    known to nobody else: the step before samples it. They are counted anew in each step, so that a
+    step that is forgotten, or a sequence that was preempted, leaves nothing to mend.
+
+    `num_tokens` have room on the device, int32. Where a step's sequences have more, they take
+    turns, and are written again; a single one that has more makes the room grow.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, num_tokens: int) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._held: OrderedDict[int, _Held] = OrderedDict()
+        """By seq_id; the one that has not run for longest comes first."""
+        self._pages = torch.zeros((0, PAGE), dtype=torch.int32, device=device)
+        self._free: list[int] = []
+        self._allocate(-(-num_tokens // PAGE))
+
+    def _allocate(self, num_pages: int) -> None:
+        self._pages = torch.zeros((num_pages, PAGE), dtype=torch.int32, device=self._device)
+        self._free = list(range(num_pages))[::-1]
+        self._held.clear()
+
+    def apply_(self, logits_SV: Tensor, rows: SequenceOf[SampleRow], sampled: Tensor) -> None:
+        """Change the logits of those of the rows that have penalties.
+
+        Args:
+            logits_SV: [S, V] float32.
+            rows: S rows, each of another sequence.
+            sampled: int64 on the device: the tokens of the step before by row, for those that
+                nobody else knows.
+
+        Stream: enqueued on the current stream; waits for nothing.
+        """
+        for at in self._parts(rows):
+            mine = [rows[place] for place in at]
+            self._write(mine, sampled)
+            self._change_(logits_SV, send(at, np.int64, self._device), mine)
+
+    def _parts(self, rows: SequenceOf[SampleRow]) -> Iterator[list[int]]:
+        """Yield places of rows with penalties and tokens that count, as many as have room."""
+        part: list[int] = []
+        left = num_pages = self._pages.shape[0]
+        for at, row in enumerate(rows):
+            need = _num_pages(row) if row.params.has_penalty else 0
+            if not need:
+                continue
+            if part and need > left:
+                yield part
+                part, left = [], num_pages
+            part.append(at)
+            left -= need
+        if part:
+            yield part
+
+    def _write(self, rows: SequenceOf[SampleRow], sampled: Tensor) -> None:
+        """Write what the device lacks of the tokens of rows."""
+        self._make_room(rows)
+        places: list[int] = []
+        tokens: list[int] = []
+        unknown: list[tuple[int, int]] = []
+        for row in rows:
+            sequence, held, base = row.sequence, self._held[row.sequence.seq_id], _base(row)
+            known = sequence.num_tokens - base
+            places += (_place(held, at) for at in range(held.num_written, known))
+            tokens += sequence.tokens(base + held.num_written, base + known)
+            places_of_unknown = (_place(held, at) for at in count(known))
+            unknown += zip(row.token_rows, places_of_unknown, strict=False)
+            held.num_written = known
+        flat = self._pages.view(-1)
+        for first in range(0, len(places), SENT_TOKENS):
+            some = slice(first, first + SENT_TOKENS)
+            place, token = send([places[some], tokens[some]], np.int64, self._device)
+            flat.index_copy_(0, place, token.int())
+        if unknown:
+            token_row, place = send(list(zip(*unknown, strict=True)), np.int64, self._device)
+            flat.index_copy_(0, place, sampled.index_select(0, token_row).int())
+
+    def _make_room(self, rows: SequenceOf[SampleRow]) -> None:
+        """Give sequences the pages that they need, those of others where none is free."""
+        need = [_num_pages(row) for row in rows]
+        if sum(need) > self._pages.shape[0]:
+            self._allocate(sum(need))
+        for row in rows:
+            self._held.setdefault(row.sequence.seq_id, _Held())
+            self._held.move_to_end(row.sequence.seq_id)
+        for row, num_pages in zip(rows, need, strict=True):
+            held = self._held[row.sequence.seq_id]
+            while len(held.pages) < num_pages:
+                if not self._free:
+                    # Those of these rows are the last ones, and have room beside each other.
+                    _, oldest = self._held.popitem(last=False)
+                    self._free += oldest.pages
+                else:
+                    held.pages.append(self._free.pop())
+
+    def _change_(self, logits_SV: Tensor, at_P: Tensor, rows: SequenceOf[SampleRow]) -> None:
+        """Change the logits of P rows, whose tokens are written."""
+        params = [row.params for row in rows]
+        values = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+        repetition, frequency, presence = send(values, np.float64, self._device).T[:, :, None]
+        raw_PV = logits_SV.index_select(0, at_P)
+        value_PV = raw_PV.double()
+        seen_PV, counts_PV = self._count(rows)
+        if seen_PV is not None:
+            scaled_PV = torch.where(value_PV > 0, value_PV / repetition, value_PV * repetition)
+            value_PV = torch.where(seen_PV, scaled_PV, value_PV)
+            del scaled_PV
+        if counts_PV is not None:
+            value_PV -= frequency * counts_PV
+            value_PV -= presence * (counts_PV > 0)
+        limit = torch.finfo(torch.float32)
+        value_PV.clamp_(limit.min, limit.max)
+        changed_PV = value_PV.float().masked_fill_(raw_PV == -torch.inf, -torch.inf)
+        logits_SV.index_copy_(0, at_P, changed_PV)
+
+    def _count(self, rows: SequenceOf[SampleRow]) -> tuple[Tensor | None, Tensor | None]:
+        """Return bool [P, V], which tokens there were, and int32 [P, V], how often in the output.
+
+        None of what no row asks for.
+        """
+        size, device = self._vocab_size, self._device
+        shape = len(rows), size + 1  # what does not count goes to a column of its own
+        seen = counts = None
+        if any(row.params.repetition_penalty != 1 for row in rows):
+            seen = torch.zeros(shape, dtype=torch.bool, device=device)
+        if any(_is_counted(row) for row in rows):
+            counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        held = [self._held[row.sequence.seq_id].pages for row in rows]
+        width = max(_num_pages(row) for row in rows)
+        prompts = [row.sequence.num_prompt_tokens - _base(row) for row in rows]
+        prompt_P, length_P = send([prompts, [_length(row) for row in rows]], np.int64, device)
+        step = max(1, size // PAGE)
+        for first in range(0, width, step):
+            last = min(width, first + step)
+            table = [(pages[first:last] + [0] * (last - first))[: last - first] for pages in held]
+            chosen = send(table, np.int64, device).flatten()
+            ids_PL = self._pages.index_select(0, chosen).view(len(rows), -1).long()
+            at_L = torch.arange(first * PAGE, last * PAGE, device=device)
+            is_beyond = at_L >= length_P[:, None]
+            if seen is not None:
+                seen.scatter_(1, ids_PL.masked_fill(is_beyond, size), True)
+            if counts is not None:
+                is_other = is_beyond | (at_L < prompt_P[:, None])
+                ones = torch.ones((), dtype=torch.int32, device=device).expand_as(ids_PL)
+                counts.scatter_add_(1, ids_PL.masked_fill_(is_other, size), ones)
+        return (
+            None if seen is None else seen[:, :size],
+            None if counts is None else counts[:, :size],
+        )
+
+
+def _is_counted(row: SampleRow) -> bool:
+    return row.params.frequency_penalty != 0 or row.params.presence_penalty != 0
+
+
+def _base(row: SampleRow) -> int:
+    """Return the position of the first token that may count: the prompt counts as repeated only."""
+    return row.sequence.num_prompt_tokens if row.params.repetition_penalty == 1 else 0
+
+
+def _length(row: SampleRow) -> int:
+    """Return how many tokens may count, with those that the host does not know yet."""
+    return row.sequence.num_tokens + len(row.token_rows) - _base(row)
+
+
+def _num_pages(row: SampleRow) -> int:
+    return -(-_length(row) // PAGE)
+
+
+def _place(held: _Held, at: int) -> int:
+    return held.pages[at // PAGE] * PAGE + at % PAGE
+
 
 WEIGHT_BITS = 40
 MASK_WORDS = 2**14
@@ -40,7 +313,7 @@ MAX_SELECT = 1024
 class PendingTokens:
     """Tokens that are being chosen; `Sampler.collect` reads them."""
 
-    rows: Sequence[SampleRow]
+    rows: SequenceOf[SampleRow]
     width: int | None
     """Alternatives returned, K; None: ranks neither."""
     table: Tensor
@@ -106,7 +379,7 @@ class Sampler:
         if self._reach is not None:
             self._targets = [self._reach(host) for host in self._hosts]
 
-    def enqueue(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
+    def enqueue(self, logits_SV: Tensor, rows: SequenceOf[SampleRow]) -> PendingTokens:
         """Start choosing a token for each row; `collect` returns them once the work is done.
 
         Args:
@@ -141,7 +414,7 @@ class Sampler:
             for line, row in zip(pending.table.tolist(), pending.rows, strict=True)
         ]
 
-    def score(self, logits_SV: Tensor, token_ids: Sequence[int], width: int) -> Tensor:
+    def score(self, logits_SV: Tensor, token_ids: SequenceOf[int], width: int) -> Tensor:
         """Return how probable given tokens are, float64 [S, 2 + 2 K] on the device.
 
         A row has the token's log-probability, its rank, K tokens and their log-probabilities.
@@ -167,7 +440,7 @@ class Sampler:
         return torch.cat(parts)
 
     def _enqueue(
-        self, logits_SV: Tensor, rows: Sequence[SampleRow], width: int | None, table: Tensor
+        self, logits_SV: Tensor, rows: SequenceOf[SampleRow], width: int | None, table: Tensor
     ) -> None:
         if not rows:
             return
@@ -195,7 +468,7 @@ class Sampler:
     def _choose(
         self,
         raw_SV: Tensor,
-        rows: Sequence[SampleRow],
+        rows: SequenceOf[SampleRow],
         width: int | None,
         *,
         is_changed: bool,
@@ -232,7 +505,7 @@ class Sampler:
             columns.append(self._ranked(raw_SV, tokens_S, largest_S, log_sums_S, rows, width))
         return torch.cat(columns, dim=1)
 
-    def _adjust(self, raw_SV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    def _adjust(self, raw_SV: Tensor, rows: SequenceOf[SampleRow]) -> Tensor:
         """Apply logit_bias, penalties and masks to a copy, if any row needs it."""
         banned, has_penalty = self._banned(rows), any(row.params.has_penalty for row in rows)
         biased = [
@@ -260,7 +533,7 @@ class Sampler:
             work_SV.index_put_(place, torch.full((), -math.inf, device=self.device))
         return work_SV
 
-    def _mask_(self, work_SV: Tensor, at: list[int], rows: Sequence[SampleRow]) -> None:
+    def _mask_(self, work_SV: Tensor, at: list[int], rows: SequenceOf[SampleRow]) -> None:
         """Take away what the constraints of rows at places do not allow."""
         words = [row.mask for row in rows if row.mask is not None]
         each = max(1, MASK_WORDS // len(words[0]))
@@ -273,7 +546,7 @@ class Sampler:
             part_PV = work_SV.index_select(0, at_P).masked_fill_(is_out_PV.bool(), -math.inf)
             work_SV.index_copy_(0, at_P, part_PV)
 
-    def _banned(self, rows: Sequence[SampleRow]) -> list[tuple[int, int]]:
+    def _banned(self, rows: SequenceOf[SampleRow]) -> list[tuple[int, int]]:
         """Return rows and tokens that would end the output before min_tokens."""
         banned: list[tuple[int, int]] = []
         for at, row in enumerate(rows):
@@ -286,7 +559,7 @@ class Sampler:
             banned += [(at, token_id) for token_id in masked]
         return banned
 
-    def _draw(self, work_DV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    def _draw(self, work_DV: Tensor, rows: SequenceOf[SampleRow]) -> Tensor:
         """Return [D] int64, one drawn token a row."""
         settings = [
             (
@@ -331,7 +604,7 @@ class Sampler:
         tokens_S: Tensor,
         largest_S: Tensor,
         log_sums_S: Tensor,
-        rows: Sequence[SampleRow],
+        rows: SequenceOf[SampleRow],
         width: int,
     ) -> Tensor:
         """Return [S, 1 + 2 K] float64: the token's rank, K most probable ones, K log-probabilities.

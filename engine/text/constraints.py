@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from engine.asked.structured import StructuredOutput, refusal
+from engine.asked.sampling import StructuredOutput, refusal
 
 if TYPE_CHECKING:
     import numpy as np

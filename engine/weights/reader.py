@@ -22,7 +22,7 @@ import torch
 from engine.asked.offload import OffloadWarning
 from engine.clock import PhaseClock
 from engine.device.base import TORCH_DTYPES, CopyStream, Device, HostBuffer, chunks, worker_pool
-from engine.device.facts import num_threads
+from engine.device.machine import num_threads
 from engine.errors import CheckpointError, PinningError, UnpackableError
 from engine.model.checkpoint import CHECKED_BYTES, StoredTensor
 from engine.model.formats import (

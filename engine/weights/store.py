@@ -22,8 +22,15 @@ from engine.model.spec import W13, W13_BIAS
 from engine.plan.experts import COUNTER_BYTES, BankLayout, ExpertLayer, bank_tensor
 from engine.plan.memory import MemoryPlan
 from engine.plan.units import CACHED, RESIDENCES, LayerPlan, Residence, Slab, Slots, Unit
-from engine.weights.experts import ROUTED, CachedUnits, CountedExperts, ExpertBank
-from engine.weights.residence import Held, HeldUnits, Operands
+from engine.weights.residence import (
+    ROUTED,
+    CachedUnits,
+    CountedExperts,
+    ExpertBank,
+    Held,
+    HeldUnits,
+    Operands,
+)
 from kernels.expert_arguments import ExpertArrays, ExpertCache, expert_cache
 from kernels.ops import codes, linear, quantised
 from kernels.sizes import expert_cache_bytes

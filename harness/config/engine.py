@@ -12,7 +12,7 @@ from engine.asked.config import EngineConfig, ModelConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import ConfigError
 from engine.model.formats import plain
-from engine.model.rounding import weight_formats
+from engine.model.loading import weight_formats
 from engine.model.routing import check_experts, check_trace
 from engine.model.spec import ModelSpec
 from engine.plan.policy import assign

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from catalogue.files import read_json, tightfit_home
-from engine.device.facts import num_threads
 from engine.device.gpu import Gpu
+from engine.device.machine import num_threads
 from harness.folders import plain
 from harness.observe.environment import package_version, processor_facts
 from reports.record.record import write_text_atomic

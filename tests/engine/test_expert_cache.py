@@ -8,7 +8,7 @@ import torch
 
 from engine import LLM
 from engine.errors import CapacityError, ConfigError
-from engine.weights.experts import CachedUnits, ExpertBank
+from engine.weights.residence import CachedUnits, ExpertBank
 from kernels.ops import expert_cache
 from tests.engine.conftest import TinyModels
 from tests.slow import mostly_slow, slow

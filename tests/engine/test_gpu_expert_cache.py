@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.weights import experts as banked
+from engine.weights import residence as banked
 from tests.engine.conftest import TinyModels
 from tests.engine.growth import GRAPHS, Growths, check_composition, grow, some_eager
 from tests.engine.test_expert_cache import banks, check_banks, counts, poison

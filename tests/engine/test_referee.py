@@ -8,10 +8,10 @@ import pytest
 from engine import LLM
 from engine.asked.config import EngineConfig, PlannerConfig
 from engine.asked.sampling import SamplingParams
+from engine.build import TIMED_STEPS, judge, workload_of
 from engine.errors import CapacityError, ConfigError
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
-from engine.referee import TIMED_STEPS, judge, workload_of
 from tests.engine.specs import CPU, H200, OLMO_7B, configuration, small_spec
 from tests.tiny import greedy_params, make_prompt, tokens_of
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.clock import PhaseClock
 from engine.device import base as host
-from engine.device import facts as host_limits
+from engine.device import machine as host_limits
 from engine.device.base import PREFIXES
 from engine.device.cpu import CPUDevice
 from engine.device.cuda import open_device

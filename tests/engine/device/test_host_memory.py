@@ -13,7 +13,7 @@ import torch
 
 from engine.asked.offload import OffloadConfig, UVAOffloadConfig
 from engine.device import base as host
-from engine.device import facts as host_limits
+from engine.device import machine as host_limits
 from engine.device.cpu import CPUDevice
 from engine.errors import CapacityError
 from engine.plan.planner import plan_memory

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.errors import CapacityError, ConfigError
-from engine.model.rounding import weight_formats
+from engine.model.loading import weight_formats
 from engine.plan.planner import answer, plan_memory
 from tests.engine.specs import H200, OLMO_7B, configuration, moe_spec, uva
 

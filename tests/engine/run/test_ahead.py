@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.run.pieces import AheadDecode, cut_ahead
+from engine.run.stages import AheadDecode, cut_ahead
 from kernels.sizes import DECODE_SPLIT_TOKENS as SPLIT
 
 GPU = 100

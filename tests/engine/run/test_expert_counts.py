@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from engine.device.cpu import CPUDevice
-from engine.run.expert_counts import ExpertMeter
+from engine.run.routing import ExpertMeter
 
 
 def test_each_step_has_its_own_counts() -> None:

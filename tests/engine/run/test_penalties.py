@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from engine.asked.request import Request, SampledToken, Sequence
 from engine.asked.sampling import PENALTY_PAGE_TOKENS as PAGE
 from engine.asked.sampling import SamplingParams
-from engine.run.sample_row import SampleRow
-from engine.run.sampler import Sampler
+from engine.run.sampler import Sampler, SampleRow
 from tests.engine.run.test_sampler import V, make_logits, reference, sample
 
 PENALTIES = [(1.0, 0.0, 0.0), (1.4, 0.0, 0.0), (1.0, 0.6, 0.0), (1.0, 0.0, 1.5), (0.7, -0.5, 0.5)]

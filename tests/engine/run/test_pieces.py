@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.run.pieces import PIECE_KEYS, cut_pieces, host_places, with_runs
+from engine.run.stages import PIECE_KEYS, cut_pieces, host_places, with_runs
 
 GPU = 100
 """Blocks on the GPU."""

@@ -11,11 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.run.sampler as module
 from engine.asked.request import NoToken, Request, SampledToken, Sequence
-from engine.asked.sampling import SamplingParams, sampler_workspace_bytes
-from engine.asked.structured import StructuredOutput
+from engine.asked.sampling import SamplingParams, StructuredOutput, sampler_workspace_bytes
 from engine.errors import EngineError
-from engine.run.sample_row import SENT_BYTES, SampleRow, send
-from engine.run.sampler import Sampler
+from engine.run.sampler import SENT_BYTES, Sampler, SampleRow, send
 
 V = 40
 EOS = 3
