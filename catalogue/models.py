@@ -29,8 +29,7 @@ from catalogue.hub import (
 )
 from catalogue.packages import ensure_package_model, is_converted, model_path
 from engine.errors import CheckpointError, ConfigError, did_you_mean
-from engine.model.checkpoint import ModelFolder, read_config, read_folder
-from engine.model.facts import copy_folder
+from engine.model.checkpoint import ModelFolder, copy_folder, read_config, read_folder
 from engine.model.gguf import config_of, is_gguf, read_gguf
 from engine.sealed import from_plain, key_types, without_null
 

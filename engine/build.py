@@ -30,10 +30,12 @@ from engine.kv.memory import HostTier, KVCache
 from engine.model.checkpoint import (
     ModelFolder,
     StoredTensor,
+    copy_folder,
     find_tensors,
     read_folder,
+    read_unpackable,
+    write_unpackable,
 )
-from engine.model.facts import copy_folder, read_unpackable, write_unpackable
 from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec
 from engine.model.gguf import is_gguf
 from engine.model.spec import W13, ModelSpec

@@ -14,8 +14,14 @@ from engine.clock import PhaseClock
 from engine.device.base import Device
 from engine.device.cuda import open_device
 from engine.errors import CapacityError, ConfigError, UnpackableError
-from engine.model.checkpoint import StoredTensor, find_tensors, read_folder
-from engine.model.facts import copy_folder, read_unpackable, write_unpackable
+from engine.model.checkpoint import (
+    StoredTensor,
+    copy_folder,
+    find_tensors,
+    read_folder,
+    read_unpackable,
+    write_unpackable,
+)
 from engine.model.formats import TensorFormats, TensorSpec
 from engine.model.lossless import DTYPE, lossless_formats, why_plain
 from engine.model.spec import ModelSpec

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from catalogue.terminal import EXIT_OK, CommandParser, columns, show
 from engine.lines import indented
-from engine.plan.resolve import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
+from engine.plan.cards import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
 from engine.sealed import GIB
 from harness.needs import PYTHONS
 

@@ -9,7 +9,7 @@ from console.registry.tables import Model
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.errors import ConfigError
 from engine.model.spec import ModelSpec
-from engine.plan.resolve import resolve_max_model_len
+from engine.plan.cards import resolve_max_model_len
 from engine.sealed import from_plain
 from server.flags import as_flags, engine_config, engine_settings
 

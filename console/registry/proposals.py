@@ -20,7 +20,7 @@ from engine.asked.kv import KVConfig
 from engine.device.machine import Machine, machine_of
 from engine.errors import CapacityError, ConfigError
 from engine.lines import wrapped
-from engine.model.facts import read_unpackable
+from engine.model.checkpoint import read_unpackable
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import answer, plan_memory

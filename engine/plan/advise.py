@@ -12,6 +12,7 @@ from engine.asked.config import EngineConfig
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
+from engine.plan.cards import resolve_max_model_len
 from engine.plan.choose import Chooser
 from engine.plan.memory import (
     Asked,
@@ -32,7 +33,6 @@ from engine.plan.policy import (
     assign_spread,
 )
 from engine.plan.rates import Rates
-from engine.plan.resolve import resolve_max_model_len
 from engine.plan.times import Shape, decode_step_s, shape_of
 from engine.plan.units import PREFETCH, RESIDENT
 from engine.plan.weight_format import in_codes

@@ -12,11 +12,10 @@ from engine.errors import CapacityError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
 from engine.model.loading import described, weight_formats
 from engine.model.spec import DTYPE_BYTES, ModelSpec
-from engine.plan.cards import DeviceFacts
+from engine.plan.cards import DeviceFacts, capability_notes, window_notes
 from engine.plan.experts import ExpertPlan, plan_experts
 from engine.plan.policy import Assignment, fall_back
 from engine.plan.rates import Rates, dma_run_bytes, rates_for, stage_tokens
-from engine.plan.resolve import capability_notes, window_notes
 from engine.plan.sizes import (
     HOST_DECODES,
     HostKVPlan,

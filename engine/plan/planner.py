@@ -29,7 +29,7 @@ from engine.plan.advise import (
     with_least_swap_space,
 )
 from engine.plan.answer import Answer, Planned, ShortageError, answer_of, explained
-from engine.plan.cards import DeviceFacts
+from engine.plan.cards import DeviceFacts, resolve_dtype, resolve_max_model_len
 from engine.plan.choose import NOTHING, Chooser
 from engine.plan.host_times import predict_host_kv, with_rates
 from engine.plan.memory import Asked, MemoryPlan, build_plan, plan_fits, takes_swap_space
@@ -42,7 +42,6 @@ from engine.plan.policy import (
 )
 from engine.plan.queue import QUEUE_REQUESTS, queue_of, queue_s
 from engine.plan.rates import Rates
-from engine.plan.resolve import resolve_dtype, resolve_max_model_len
 from engine.plan.times import (
     PREFILL_TOKENS,
     decode_step_s,

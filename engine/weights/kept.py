@@ -33,9 +33,9 @@ from engine.model.checkpoint import (
     CHECKED_BYTES,
     StoredTensor,
     checkpoint_files,
+    checkpoint_identity,
     parse_header,
 )
-from engine.model.facts import checkpoint_identity
 from engine.model.formats import Format, ParamSpec, TensorFormats, TensorSpec, align
 from engine.sealed import GIB
 

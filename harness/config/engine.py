@@ -15,8 +15,8 @@ from engine.model.formats import plain
 from engine.model.loading import weight_formats
 from engine.model.routing import check_experts, check_trace
 from engine.model.spec import ModelSpec
+from engine.plan.cards import resolve_dtype, resolve_max_model_len
 from engine.plan.policy import assign
-from engine.plan.resolve import resolve_dtype, resolve_max_model_len
 from harness.config.schema import RunConfig
 from harness.config.serve import MOST_REQUESTS
 from harness.folders import install_extra

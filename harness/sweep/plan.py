@@ -21,12 +21,12 @@ from engine.sealed import GIB
 from harness.config.command import command_line
 from harness.config.compose import Plan, Point
 from harness.config.schema import SIDES, RunConfig
-from harness.forecast.cards import card_lines
 from harness.forecast.rows import (
     FOR_QUEUE,
     WITHOUT_HOST_KV,
     Forecast,
     Row,
+    card_lines,
     forecast,
     lacks_card,
 )

@@ -17,7 +17,7 @@ from engine.errors import CapacityError, EngineError, RequestError
 from engine.model.formats import DUMMY_STD, FORMATS
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.advise import greatest
-from engine.plan.resolve import resolve_dtype, resolve_max_model_len
+from engine.plan.cards import resolve_dtype, resolve_max_model_len
 from engine.sealed import GIB
 from engine.text.tokenizer import load_tokenizer
 from harness.config.engine import require_package

@@ -13,7 +13,7 @@ from engine.asked.config import EngineConfig
 from engine.device.gpu import Gpu
 from engine.model.formats import DUMMY_POOL_SIZE, DUMMY_STD
 from engine.model.spec import ModelSpec
-from engine.plan.resolve import resolve_dtype
+from engine.plan.cards import resolve_dtype
 from harness.config.study import BareScenario
 from harness.observe.machine_rates import is_disturbing, watched, write_rates
 from reports.record.text import number

@@ -17,7 +17,7 @@ from engine.asked.offload import OffloadWarning
 from engine.device import cuda
 from engine.device.cuda import CUDADevice, probe_pinning
 from engine.errors import CapacityError, PinningError
-from engine.model.facts import copy_folder
+from engine.model.checkpoint import copy_folder
 from engine.pack import pack_checkpoint
 from engine.weights import reader
 from tests.engine.conftest import TinyModels

@@ -13,7 +13,7 @@ from engine import LLM
 from engine.asked.config import EngineConfig
 from engine.asked.offload import OffloadWarning
 from engine.build import build_engine
-from engine.model.facts import checkpoint_identity, read_unpackable, write_unpackable
+from engine.model.checkpoint import checkpoint_identity, read_unpackable, write_unpackable
 from tests.slow import slow
 from tests.tiny import greedy, hf_model, make_config, make_prompt, open_llm, save
 

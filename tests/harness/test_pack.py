@@ -14,7 +14,7 @@ from catalogue.files import kept_folder
 from engine.asked.config import EngineSettings
 from engine.device.cpu import CPUDevice
 from engine.errors import ConfigError
-from engine.model.facts import copy_folder
+from engine.model.checkpoint import copy_folder
 from engine.weights.kept import alone
 from harness.config.engine import check_settings, engine_config, reference_config
 from harness.config.schema import ModelNode, SystemConfig

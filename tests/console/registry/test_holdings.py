@@ -17,7 +17,7 @@ from console.registry.models import Models, profile_of
 from console.registry.results import Results
 from console.registry.stale import own_process
 from console.registry.tables import Model, Service
-from engine.model.facts import copy_folder
+from engine.model.checkpoint import copy_folder
 from tests.console.registry.conftest import checkpoint, measured
 from tests.console.registry.gguf_file import write
 

@@ -12,9 +12,8 @@ from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
 from engine.model.formats import align
 from engine.model.spec import ModelSpec
-from engine.plan.cards import DeviceFacts
+from engine.plan.cards import DeviceFacts, resolve_dtype
 from engine.plan.planner import plan_memory
-from engine.plan.resolve import resolve_dtype
 from tests.engine.specs import (
     CPU,
     GIB,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine import LLM
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_folder
-from engine.plan.resolve import resolve_dtype
+from engine.plan.cards import resolve_dtype
 from tests.engine.conftest import TinyModels
 from tests.slow import mostly_slow, slow
 from tests.tiny import (

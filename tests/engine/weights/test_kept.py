@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from engine import LLM
 from engine.asked.offload import OffloadWarning
 from engine.errors import ConfigError
-from engine.model.checkpoint import CHECKED_BYTES
-from engine.model.facts import copy_folder, write_unpackable
+from engine.model.checkpoint import CHECKED_BYTES, copy_folder, write_unpackable
 from engine.pack import PackedCheckpoint, pack_checkpoint
 from engine.plan.sizes import PIECE_BYTES
 from engine.weights import kept, reader

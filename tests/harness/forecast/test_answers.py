@@ -9,8 +9,7 @@ from catalogue.cards import card_names
 from engine.errors import ConfigError
 from harness.__main__ import main
 from harness.config.compose import Composer
-from harness.forecast.cards import ways_by_card
-from harness.forecast.rows import Forecast, forecast, lacks_card, running_facts
+from harness.forecast.rows import Forecast, forecast, lacks_card, running_facts, ways_by_card
 from harness.forecast.skip import planned_shortage
 from harness.point.show import summary_lines
 from harness.sweep.plan import point_lines, sweep_table
@@ -61,7 +60,7 @@ def test_cards_of_one_size_share_a_placement_and_have_their_own_rates(
     composer: Composer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["rtx4060_8gb", "rtx5060_8gb", "rtx4080_16gb", "a100_80gb"]
-    monkeypatch.setattr("harness.forecast.cards.card_names", lambda: names)
+    monkeypatch.setattr("harness.forecast.rows.card_names", lambda: names)
     found = found_of(composer, "+model=olmo7b", "scenario=latency")
     cards = dict(ways_by_card(found))
     assert [cards[name].as_set is None for name in names] == [True, True, True, False]
@@ -82,7 +81,7 @@ def test_cards_of_one_size_share_a_placement_and_have_their_own_rates(
 def test_a_card_of_another_size_by_a_gib_has_a_placement_of_its_own(
     composer: Composer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.forecast.cards.card_names", lambda: ["t4_16gb", "v100_16gb"])
+    monkeypatch.setattr("harness.forecast.rows.card_names", lambda: ["t4_16gb", "v100_16gb"])
     cards = dict(ways_by_card(found_of(composer, "+model=olmo7b", "scenario=latency")))
     alone = found_of(composer, "+model=olmo7b", "gpu=v100_16gb", "scenario=latency").best
     way = cards["v100_16gb"].best
@@ -111,7 +110,7 @@ def test_plain_weights_that_fit_are_shown_beside_faster_ones(
     composer: Composer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["rtx4080_16gb", "rtx4090_24gb", "v100_32gb"]
-    monkeypatch.setattr("harness.forecast.cards.card_names", lambda: names)
+    monkeypatch.setattr("harness.forecast.rows.card_names", lambda: names)
     lines = point_lines(found_of(composer, "+model=olmo7b", "scenario=latency"))
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
     assert rows["rtx4080_16gb"][1:3] == ["no", "lossless"]
@@ -125,7 +124,7 @@ def test_plain_weights_that_fit_are_shown_beside_faster_ones(
 def test_memory_alone_is_a_part_of_every_card_and_no_card_of_its_own(
     composer: Composer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.forecast.cards.card_names", lambda: ["rtx4080_16gb"])
+    monkeypatch.setattr("harness.forecast.rows.card_names", lambda: ["rtx4080_16gb"])
     none = said(found_of(composer, "+model=olmo7b", "gpu.memory_gib=2", "scenario=latency"))
     assert (
         "It does not fit 2 GiB of any card of conf/gpu with KV cache for at least 4,096 tokens"

@@ -11,7 +11,7 @@ import pytest
 
 from catalogue.conversions import write_weights
 from engine.errors import CapacityError, ConfigError
-from engine.model.facts import write_unpackable
+from engine.model.checkpoint import write_unpackable
 from engine.plan.cards import UNKNOWN_HOST_BYTES, DeviceFacts
 from harness.__main__ import main
 from harness.config.compose import Composer
