@@ -34,8 +34,11 @@ class CommandParser(argparse.ArgumentParser):
         """Raise UsageError for what argparse says."""
         choice = re.fullmatch(r"argument \S+: invalid choice: '(.*)' \(choose from (.*)\)", message)
         unknown = re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL)
+        value = re.fullmatch(r"argument (\S+): invalid int value: ('.*')", message)
         text = f"{message}."
-        if choice is not None:
+        if value is not None:
+            text = f"{value[1]}: expected an integer, got {value[2]}."
+        elif choice is not None:
             names = choice[2].replace("'", "").split(", ")
             hint = did_you_mean(choice[1], names)
             text = f"expected one of {', '.join(names)}, got {choice[1]!r}.{hint}"

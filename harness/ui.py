@@ -6,6 +6,7 @@ that nothing here uses; on two cores that took more than half a minute. This sta
 
 import gc
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -14,8 +15,11 @@ from typing import Any
 
 from catalogue.files import tightfit_home
 from catalogue.terminal import EXIT_OK, CommandParser, say
+from engine.errors import ConfigError
 from harness.config.schema import TrackingConfig
+from harness.point.full_disk import exit_code
 from harness.tracking.mlflow import (
+    DATABASES,
     ENVIRONMENT,
     artifact_root,
     prepare_store,
@@ -23,6 +27,8 @@ from harness.tracking.mlflow import (
     store_uri,
 )
 from reports.record.text import experiment_page
+
+_MOST_PORT = 65535
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,15 +48,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     home = tightfit_home()
     home.mkdir(parents=True, exist_ok=True)
     store = asked.store or store_uri(TrackingConfig(), home)
-    file = sqlite_path(store)
-    is_new = file is not None and not file.exists()
-    first = "; there are no runs yet, so its database is made first" if is_new else ""
-    say(f"starting MLflow: importing it takes about 5 s of one core{first}")
-    serve(store, home, asked.host, asked.port, asked.experiment)
+    if asked.store is not None:
+        check_store(asked.store)
+    if not 0 <= asked.port <= _MOST_PORT:
+        raise ConfigError(
+            f"--port: expected an integer >= 0 and <= {_MOST_PORT}, got {asked.port}. 0 takes a "
+            "free one."
+        )
+    with listening(asked.host, asked.port) as listener:
+        file = sqlite_path(store)
+        is_new = file is not None and not file.exists()
+        first = "; there are no runs yet, so its database is made first" if is_new else ""
+        say(f"starting MLflow: importing it takes about 5 s of one core{first}")
+        serve(store, home, listener, asked.experiment)
     return EXIT_OK
 
 
-def serve(store: str, home: Path, host: str, port: int, experiment: str) -> None:
+def check_store(store: str) -> None:
+    """Raise ConfigError for a store that is no database, or for a file that is absent."""
+    if not store.startswith(DATABASES):
+        is_server = store.startswith("http")
+        hint = "A file of runs: sqlite:////PATH."
+        if is_server:
+            hint = f"A server shows its own pages: open {store} in the browser."
+        names = ", ".join(f"{name}://" for name in DATABASES)
+        raise ConfigError(f"--store: expected a database ({names}), got {store!r}. {hint}")
+    file = sqlite_path(store)
+    if file is not None and not file.is_file():
+        raise ConfigError(
+            f"--store: expected a file of runs, found none at {file}. Runs write it with "
+            f"tracking.uri={store}."
+        )
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0]
+        raise ConfigError(
+            f"tightfit ui: cannot listen on {host}, port {port}: {why}. Use another port (--port "
+            "0 takes a free one), or an address of this machine as --host."
+        ) from error
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return the address of pages, as a browser takes it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(store: str, home: Path, listener: socket.socket, experiment: str) -> None:
     """Run MLflow's server in this process; say the address of the experiment when it answers."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -72,15 +126,15 @@ def serve(store: str, home: Path, host: str, port: int, experiment: str) -> None
             await super().startup(sockets)
             found = MlflowClient(tracking_uri=store).get_experiment_by_name(experiment)
             number = None if found is None else found.experiment_id
-            say(f"MLflow answers: {experiment_page(f'http://{host}:{port}', number)}")
+            say(f"MLflow answers: {experiment_page(address_of(listener), number)}")
             say("Ctrl-C ends it.")
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of MLflow's packages about each other
         from mlflow.server.fastapi_app import app  # reads the variables above
     gc.enable()
-    Announcing(uvicorn.Config(app, host=host, port=port, log_level="warning")).run()
+    Announcing(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main, sys.argv[1:]))

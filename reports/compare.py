@@ -25,6 +25,8 @@ NOT_WORK: Final = (
     "scenario.quality.reference",
 )
 """Settings among these that change no request; the sizes say which model it was, in any format."""
+UNSET: Final[tuple[object, ...]] = (None, False, 0, 1, "", [], {})
+"""Values that do nothing, or once: those of a setting in a record from before it existed."""
 LABEL_CHARS: Final = 48
 IDLE: Final = ("tracking.", "scenario.correctness.")
 IDLE_ROOTS: Final = frozenset(
@@ -185,7 +187,7 @@ def check_alike(runs: Sequence[Run]) -> None:
         other = _work(run.record)
         for key in dict.fromkeys([*first, *other]):
             is_alone = key in alone or key.startswith(tuple(f"{part}." for part in alone))
-            if first.get(key) != other.get(key) and not is_alone:
+            if not _is_same(key, first, other) and not is_alone:
                 was, now = (shorten(leaf(work.get(key)), 60) for work in (first, other))
                 differing.append(f"{key}: {was} in {base.label}, {now} in {run.label}")
     if len({facts.is_emulated(run.record) for run in runs}) > 1:
@@ -197,6 +199,13 @@ def check_alike(runs: Sequence[Run]) -> None:
             f"expected runs of the same work, got runs that differ in {shown}{more}. Run them with "
             "equal scenarios and models, or look at each report by itself."
         )
+
+
+def _is_same(key: str, first: dict[str, object], other: dict[str, object]) -> bool:
+    """Return whether two runs have the same value of a setting, or one had no such setting yet."""
+    if key in first and key in other:
+        return first[key] == other[key]
+    return (first | other)[key] in UNSET
 
 
 def parts_of(record: RunRecord) -> list[str]:

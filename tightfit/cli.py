@@ -189,14 +189,14 @@ def _guarded(command: Callable[[Sequence[str]], int], arguments: list[str]) -> i
 
 def _version(arguments: list[str]) -> int:
     if arguments and not {"-h", "--help"} & {*arguments}:
-        say(f"error: tightfit version: expected nothing behind it, got {' '.join(arguments)}.")
+        say(f"error: tightfit version: expected no arguments, got {' '.join(arguments)}.")
         return EXIT_BAD_CONFIG
     sys.stdout.write(version_line())
     return EXIT_OK
 
 
 def _help(arguments: list[str]) -> int:
-    if arguments and arguments[0] != "help":
+    if arguments and arguments[0] not in {"help", "-h", "--help"}:
         return run([*arguments, "--help"])
     sys.stdout.write("\n".join(_help_lines()) + "\n")
     return EXIT_OK

@@ -192,6 +192,9 @@ def explained(error: ShortageError, planned: Planned) -> CapacityError:
     keeping = by_price([*ways_to_place(asked, planned), *_more_host_kv(asked, plan, planned)])
     ways = [*keeping, *_shorter(asked, planned, has_others=bool(keeping))]
     ways = ways or _of_settings([*limits(asked), *host_settings(asked, plan)], asked, planned)
+    if not (ways or asked.config.planner.choose or asked.reference):
+        question = with_auto(asked)
+        ways = _of_settings(limits(question), question, planned, auto_settings(asked))
     context = context_of(ways)
     rounded = rounded_rows(asked, planned, context)
     text = _shortage(plan, asked) + (_host_lack(asked, plan) if asked.config.planner.choose else "")
@@ -653,10 +656,12 @@ class Setting:
         return f"{self.section}.{self.name}={self.value(count):.12g}", at(count)
 
 
-def _of_settings(settings: Iterable[Setting], asked: Asked, planned: Planned) -> list[Way]:
-    """Return a way for each of the settings that a value fits of."""
-    found = (setting.found(asked) for setting in settings)
-    return [way for item in found if item and (way := _way(*item, planned))]
+def _of_settings(
+    settings: Iterable[Setting], asked: Asked, planned: Planned, beside: tuple[str, ...] = ()
+) -> list[Way]:
+    """Return a way for each of the settings of which a value fits, with words typed beside it."""
+    found = ((" ".join((*beside, item[0])), item[1]) for s in settings if (item := s.found(asked)))
+    return [way for words, question in found if (way := _way(words, question, planned))]
 
 
 def _way(words: str, asked: Asked, planned: Planned, *, is_shorter: bool = False) -> Way | None:

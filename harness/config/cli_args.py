@@ -120,7 +120,7 @@ COMMANDS: Final = {
     ),
     "sweep": (
         "Runs every combination of the values given with commas, one after another. The same "
-        "command goes on where it stopped: points that are ok are taken over.",
+        "command resumes a sweep that was stopped: points that are ok are reused.",
         ("rerun", "fail_fast", "monotone_stop", "timeout_s", "silence_s"),
         (
             ("offload=none,uva,prefetch gpu=rtx4080_16gb,rtx4090_24gb", "6 points"),

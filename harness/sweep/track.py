@@ -118,8 +118,8 @@ def _rest(records: Sequence[RunRecord], total: int) -> Iterator[str]:
     s = "s"[: num_ok != 1]
     rest = ", ".join(f"{count} {status}" for status, count in counts.items())
     yield (
-        f"The same command takes over {num_ok} point{s} and runs {total - num_ok} ({rest}); "
-        "rerun=none takes over all that ended."
+        f"The same command reuses {num_ok} point{s} and runs {total - num_ok} ({rest}); "
+        "rerun=none reuses all that ended."
     )
 
 

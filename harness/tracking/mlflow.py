@@ -104,7 +104,7 @@ ENVIRONMENT: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-_DATABASES: Final = ("sqlite", "postgresql", "mysql", "mssql")
+DATABASES: Final = ("sqlite", "postgresql", "mysql", "mssql")
 _T = TypeVar("_T")
 _MAX_BATCH: Final = 1000
 _MAX_PARAM_BATCH: Final = 100
@@ -437,7 +437,7 @@ def artifact_root(uri: str, home: Path) -> str | None:
     Beside an SQLite file, and in TIGHTFIT_HOME for another database: never in the folder in which a
     command happens to start.
     """
-    if not uri.startswith(_DATABASES):
+    if not uri.startswith(DATABASES):
         return None
     path = sqlite_path(uri)
     return ((path.parent if path is not None else home) / "artifacts").as_uri()

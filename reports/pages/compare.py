@@ -42,6 +42,7 @@ MOST_FIGURES: Final = 5
 """Figures on a card."""
 NO_RATIO: Final = "No figure is of the first run and of another one: there is nothing to divide."
 MIXED: Final = "The runs are of different GPUs (CARDS): their ratios are of both"
+COMMITS: Final = "The runs are of different commits ({}), which may measure a figure in other ways."
 MACHINE: Final = ("gpu.name", "driver", "torch", "cpu.name", "host", "git.sha", "effective.dtype")
 ALT: Final = (
     ("ratios", "How many times as good as the first run the others are, by figure"),
@@ -79,12 +80,19 @@ def compare_page(runs: Sequence[Run], links: Mapping[int, str]) -> Page:
         title=" against ".join(shorten(run.label, 60) for run in runs),
         subtitle=", ".join(filter(None, [facts.model_name(records[0]), _scenario(records[0])])),
         details=f"{len(runs)} runs of the same work; {base.label} is the base",
-        banners=banners(records, MIXED),
+        banners=(*banners(records, MIXED), *_commits(records)),
         cards=tuple(_card(base, run, metrics) for run in runs) if metrics else (),
         verdict=_verdict(runs, metrics),
         sections=tuple(section for section in sections if section is not None),
         alt=dict(ALT),
     )
+
+
+def _commits(records: Sequence[RunRecord]) -> list[str]:
+    """Say so where not all runs are of one commit."""
+    shas = dict.fromkeys(facts.dig_text(each.environment, "git.sha") for each in records)
+    names = ["unknown" if sha is None else sha[:10] for sha in shas]
+    return [COMMITS.format(", ".join(names))] if len(names) > 1 else []
 
 
 def compare_csv(runs: Sequence[Run]) -> str:

@@ -1,5 +1,7 @@
 """Runs of the same work: labels, refusals and ratios."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from reports.compare import UnlikeError, check_alike, compare_rows, compared_metrics
@@ -105,6 +107,28 @@ def test_traces_are_compared_by_what_they_hold(tmp_path):
     check_alike(rows_of(tmp_path, *records[:2]))
     with pytest.raises(UnlikeError, match=r"content 1{12} in a, trace, content 2{12} in c"):
         check_alike(rows_of(tmp_path, records[0], records[2]))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "is_alike"),
+    [
+        ("model.keep_lossless", False, True),
+        ("model.spec.layer_types", [], True),
+        ("scenario.latency.repeats", 1, True),
+        ("scenario.latency.repeats", 5, False),
+        ("scenario.latency.seed", 3, False),
+    ],
+)
+def test_a_setting_that_came_later_is_unset_before(tmp_path, path, value, is_alike):
+    old, new = ok_record(config=config()), ok_record(name="b", config=config())
+    *above, last = path.split(".")
+    nodes = [old.config, new.config]
+    for key in above:
+        nodes = [node.setdefault(key, {"some": 2}) for node in nodes]
+    nodes[1][last] = value
+    for rows, words in (((old, new), "null in"), ((new, old), ", null in")):
+        with nullcontext() if is_alike else pytest.raises(UnlikeError, match=f"{path}: .*{words}"):
+            check_alike(rows_of(tmp_path, *rows))
 
 
 def test_a_gpu_and_its_emulation_are_unlike(tmp_path):

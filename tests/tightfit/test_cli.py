@@ -64,7 +64,9 @@ def test_words_are_handed_on(
     assert handed == [(module, arguments)]
 
 
-@pytest.mark.parametrize("typed", [[], ["help"], ["--help"], ["-h"]])
+@pytest.mark.parametrize(
+    "typed", [[], ["help"], ["--help"], ["-h"], ["help", "--help"], ["help", "-h"]]
+)
 def test_help_lists_every_command(typed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(typed) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -103,9 +105,9 @@ def test_ui_shows_the_runs_of_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path
     started: list[tuple[object, ...]] = []
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
     monkeypatch.setattr("harness.ui.serve", lambda *asked: started.append(asked))
-    assert main(["ui", "--port", "5001"]) == 0
-    [(store, _, _, port, _)] = started
-    assert (store, port) == (f"sqlite:///{tmp_path / 'mlflow.db'}", 5001)
+    assert main(["ui", "--port", "0"]) == 0
+    [(store, home, _, _)] = started
+    assert (store, home) == (f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path)
 
 
 def test_help_and_version_load_neither_torch_nor_hydra() -> None:

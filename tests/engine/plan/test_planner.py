@@ -232,7 +232,7 @@ def test_a_larger_card_is_advised_where_nothing_else_helps() -> None:
         plan_memory(config, spec, H200)
     found = advised(error.value)
     assert [advice.split("=")[0] for advice in found] == ["gpu.memory_gib"]
-    smaller = replace(H200, free_bytes=2 * GIB)
+    smaller = replace(H200, free_bytes=int(1.5 * GIB))
     with pytest.raises(CapacityError, match="No single change makes it fit: lower") as error:
         plan_memory(config, spec, smaller)
     [size] = re.findall(r"a card of ([\d.]+) GiB", " ".join(str(error.value).split()))
@@ -241,6 +241,22 @@ def test_a_larger_card_is_advised_where_nothing_else_helps() -> None:
     less = GPUConfig(memory_gib=float(size) - 0.01)
     with pytest.raises(CapacityError):
         plan_memory(replace(config, gpu=less), spec, larger)
+
+
+def test_limits_of_a_step_are_advised_together_with_offload() -> None:
+    """On a card on which neither fits alone."""
+    settings = {"max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    config = configuration(OLMO_7B, memory_gib=3, **settings)
+    card = replace(H200, free_bytes=3 * GIB)
+    with pytest.raises(CapacityError) as error:
+        plan_memory(config, OLMO_7B, card)
+    assert "No single change" not in str(error.value)
+    first = advised(error.value)[0]
+    words, tokens = first.rsplit("=", 1)
+    assert words == "offload=auto engine.max_num_batched_tokens"
+    engine = replace(config.engine, max_num_batched_tokens=int(tokens))
+    chosen = replace(config.choosing(), engine=engine)
+    assert plan_memory(chosen, OLMO_7B, card).holds_one
 
 
 @pytest.mark.thorough

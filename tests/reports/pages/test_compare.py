@@ -41,6 +41,15 @@ def test_ratios_are_to_the_first_run(tmp_path):
     assert page.verdict.kind == "grey"
 
 
+def test_runs_of_other_commits_are_named(tmp_path):
+    records = [ok_record(), ok_record(name="b")]
+    assert not compare_page(rows_of(tmp_path, *records), {}).banners
+    records[1].environment = {**records[1].environment, "git": {"sha": "1" * 40, "dirty": False}}
+    [banner] = compare_page(rows_of(tmp_path, *records), {}).banners
+    assert "different commits" in banner
+    assert "1" * 10 in banner
+
+
 def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path):
     name = "throughput/output_tok_s"
     records = [ok_record(), ok_record(name="b")]
