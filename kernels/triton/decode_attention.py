@@ -24,9 +24,10 @@ from kernels.triton.tiles import DecodeTile, decode_tile
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
 _MAX_DOT_ROWS = 32
-_MAX_PROGRAMS = 8192
+_MAX_PROGRAMS = 2048
 """A larger grid gets fewer programs a sequence, each of which then takes several splits in turn:
-programs that find nothing to do are not free where max_seq_len is far above the actual lengths."""
+programs that find nothing to do are not free where max_seq_len is far above the actual lengths.
+Chosen on an H200, which holds some 500 at a time, by layers of decode steps."""
 _MIN_HOST_PROGRAMS = 64
 """Programs of a sequence at least where blocks lie beside the cache: 32 fill a link, and they need
 not all be at work on it."""
@@ -146,10 +147,6 @@ def _decode_kernel(
     kv_head = (tl.program_id(1) // ROW_TILES).to(tl.int64)
     seq_len = tl.load(seq_lens + seq)
     table = block_tables + seq * stride_table
-    if OVERLAPS:  # behind what the step brought along
-        fetch(table + tl.program_id(2) * (SPLIT // P))
-        wait()
-        release()
     num_splits = tl.cdiv(seq_len, SPLIT)
     first_seen = 0
     if WINDOW > 0:
@@ -169,7 +166,13 @@ def _decode_kernel(
             place = tl.where(place % 2 == 0, place // 2, taken - 1 - place // 2)
     first_split = first_own + place
     if first_split >= tl.maximum(stop_split, 1):
+        if OVERLAPS and PART:  # no sequence may reach it; else each has a program that waits below
+            wait()
         return
+    if OVERLAPS:  # behind what the step brought along
+        fetch(table + first_split * (SPLIT // P))
+        wait()
+        release()
 
     rows = (tl.program_id(1) % ROW_TILES) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, H_PADDED)

@@ -4,8 +4,9 @@ A kernel with OVERLAPS calls `wait` before it touches anything that an earlier k
 reads; what lies before may read weights and do index arithmetic only. It may also read what a step
 brings along: positions, slots, lengths and block tables, which are copied to the card before its
 first kernel starts. That is worth it: in every layer, weights push them out of the card's cache.
-Every kernel that is launched so waits, if only before it ends, as products with experts beside
-copies do; then waiting for the one before is waiting for all before.
+A program of every kernel that is launched so waits, if only before it ends, as products with
+experts beside copies do; then waiting for the one before is waiting for all before. Programs that
+find nothing to do end at once: while they waited they would hold places on the card.
 `release` lets the next kernel take the room that is free. A kernel that fills the card calls it at
 once, so that the next one is there when its last programs end. A short kernel calls it after its
 own wait: otherwise programs of the next large kernel would take their places while those of the one

@@ -27,9 +27,8 @@ def _scale(squares, count, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def _normed(values, scale, weight_at, mask, OFFSET: tl.constexpr, rounded: tl.constexpr):
-    weight = tl.load(weight_at, mask=mask, other=0.0).to(tl.float32) + OFFSET
-    return (values * scale * weight).to(rounded).to(tl.float32)
+def _normed(values, scale, weight, OFFSET: tl.constexpr, rounded: tl.constexpr):
+    return (values * scale * (weight.to(tl.float32) + OFFSET)).to(rounded).to(tl.float32)
 
 
 @triton.jit
@@ -51,6 +50,7 @@ def _rotate(
     HALF_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     heads = first_head + tl.arange(0, HEADS)
     columns = tl.arange(0, HALF_PADDED)
@@ -59,6 +59,15 @@ def _rotate(
     mask = is_head & (columns < HALF)[None, :]
     rest_mask = is_head & (rest < H)[None, :]
     row = source + heads[:, None] * stride_source
+    if NORM != "none":
+        weight_row = weight + heads[:, None] * (H if NORM == "full" else 0)
+        first_weight = tl.load(weight_row + columns[None, :], mask=mask, other=0.0)
+        second_weight = tl.load(weight_row + HALF + columns[None, :], mask=mask, other=0.0)
+        if 2 * HALF < H:
+            other_weight = tl.load(weight_row + rest[None, :], mask=rest_mask, other=0.0)
+    if OVERLAPS:  # behind weights and what the step brought along
+        wait()
+        release()
     first = tl.load(row + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(row + HALF + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     others = tl.zeros([HEADS, REST_PADDED], dtype=tl.float32)
@@ -69,16 +78,12 @@ def _rotate(
         if 2 * HALF < H:
             squares += tl.sum(others * others, axis=1)
         rounded: tl.constexpr = source.dtype.element_ty
-        if NORM == "full":
-            scale = _scale(squares, num_heads * H, eps, NORM)
-            weight_row = weight + heads[:, None] * H
-        else:
-            scale = _scale(squares, H, eps, NORM)
-            weight_row = weight + heads[:, None] * 0
-        first = _normed(first, scale, weight_row + columns[None, :], mask, OFFSET, rounded)
-        second = _normed(second, scale, weight_row + HALF + columns[None, :], mask, OFFSET, rounded)
+        count = num_heads * H if NORM == "full" else H
+        scale = _scale(squares, count, eps, NORM)
+        first = _normed(first, scale, first_weight, OFFSET, rounded)
+        second = _normed(second, scale, second_weight, OFFSET, rounded)
         if 2 * HALF < H:
-            others = _normed(others, scale, weight_row + rest[None, :], rest_mask, OFFSET, rounded)
+            others = _normed(others, scale, other_weight, OFFSET, rounded)
     to = target + heads.to(tl.int64)[:, None] * stride_target
     rotated_first = first * cos[None, :] - second * sin[None, :]
     rotated_second = second * cos[None, :] + first * sin[None, :]
@@ -143,11 +148,8 @@ def _rotary_write_kv_kernel(
     row = cos_sin + tl.load(positions + token).to(tl.int64) * stride_table
     cos = tl.load(row + columns, mask=columns < HALF, other=0.0)
     sin = tl.load(row + HALF + columns, mask=columns < HALF, other=0.0)
-    if OVERLAPS:  # behind what the step brought along
-        wait()
-        release()
     if program >= q_programs and slot < 0:
-        return
+        return  # at once: the programs of q are there to wait
     block = slot // P
     offset = slot % P
     if program < q_programs:
@@ -170,6 +172,7 @@ def _rotary_write_kv_kernel(
             HALF_PADDED=HALF_PADDED,
             REST_PADDED=REST_PADDED,
             HEADS=Q_HEADS,
+            OVERLAPS=OVERLAPS,
         )
     elif program < q_programs + k_programs:
         target = block_starts(
@@ -199,8 +202,12 @@ def _rotary_write_kv_kernel(
             HALF_PADDED=HALF_PADDED,
             REST_PADDED=REST_PADDED,
             HEADS=K_HEADS,
+            OVERLAPS=OVERLAPS,
         )
     else:
+        if OVERLAPS:
+            wait()
+            release()
         heads = (program - q_programs - k_programs) * K_HEADS + tl.arange(0, K_HEADS)
         elements = tl.arange(0, H_PADDED)
         mask = (heads < num_k_heads)[:, None] & (elements < H)[None, :]
