@@ -76,7 +76,7 @@ def find(model: str, config_dir: Path | None = None) -> Model:
     Raises:
         ConfigError: there is no such model, or its file is unusable.
     """
-    if (path := expanded(model)).exists():
+    if model and (path := expanded(model)).exists():
         return Model(name=_short(path.resolve().name), path=str(path))
     return named(model, config_dir)
 
@@ -241,7 +241,7 @@ def located(model: str, load_format: str | None = None) -> dict[str, Any]:
         ConfigError: there is no such model.
         ModelUnavailableError: its weights are not to be had.
     """
-    if (folder := expanded(model)).exists():
+    if model and (folder := expanded(model)).exists():
         return {"name": folder.name, "path": str(folder), "load_format": load_format or "auto"}
     entry = find(model)
     if load_format is not None:

@@ -354,6 +354,8 @@ class AsyncLLM:
         llm.close()
 
     async def __aenter__(self) -> "AsyncLLM":
+        if self._stopped is not None:
+            raise EngineError(self._stopped)
         return self
 
     async def __aexit__(self, *_: object) -> None:

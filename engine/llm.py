@@ -198,6 +198,7 @@ class LLM:
         _LOG.info("%s", loaded_line(engine))
 
     def __enter__(self) -> Self:
+        _ = self.engine  # refuses where it was closed
         return self
 
     def __exit__(self, *_: object) -> None:

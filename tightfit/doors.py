@@ -11,7 +11,13 @@ from catalogue.models import describe, find, located
 from engine import llm as engine_llm
 from engine.asked.config import GPUConfig, ModelConfig
 from engine.asked.keyword_types import Keywords
-from engine.asked.keywords import as_keywords, config_from_keywords, in_keywords, takes_keywords
+from engine.asked.keywords import (
+    Door,
+    as_keywords,
+    config_from_keywords,
+    in_keywords,
+    takes_keywords,
+)
 from engine.device.machine import has_gpu
 from engine.errors import CapacityError, ConfigError
 from engine.plan.cards import DeviceFacts
@@ -26,6 +32,8 @@ OF_ONE_S_OWN: Final = (
     "A card that is not listed: leave gpu out and give gpu_memory_gib=12, link_gb_s=16 (hbm_gb_s, "
     "bf16_tflops and compute_capability too where they are known)."
 )
+
+PLAN_DOOR: Final = Door("plan", own=("gpu",))
 
 
 class LLM(engine_llm.LLM):
@@ -87,7 +95,7 @@ def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
     spec = describe(entry).spec
     loading = entry.loading() | {"load_format": keywords.get("load_format", entry.load_format)}
     sizes = ModelConfig.of_sizes(entry.name, spec, entry.path, **loading)
-    config = config_from_keywords(sizes, _noting(keywords))
+    config = config_from_keywords(sizes, _noting(keywords), door=PLAN_DOOR)
     if gpu is not None:
         config = replace(config, gpu=_card(gpu, config.gpu))
     asked = config.gpu

@@ -32,8 +32,8 @@ def find_run(word: str) -> Path:
     """Return the folder of a run, a sweep or a search.
 
     Args:
-        word: `latest`, an id or its beginning, ID/POINT for a point of a sweep, or a folder; the id
-            of a search is its name.
+        word: `latest`, an id or its beginning, either with /POINT for a point of a sweep, or a
+            folder; the id of a search is its name.
 
     Raises:
         ConfigError: there is none, or several begin so.
@@ -47,9 +47,11 @@ def find_run(word: str) -> Path:
                 f"run: expected runs in {runs}, found none. Start one: `tightfit run`."
             )
         return found
-    if (folder := expanded(word)).is_dir():
+    if word and (folder := expanded(word)).is_dir():
         return folder.resolve()
     first, _, point = word.partition("/")
+    if first == LATEST:
+        first = find_run(LATEST).name
     matching = [path for path in sorted(folders) if first and path.name.startswith(first)]
     matching = [path for path in matching if path.name == first] or matching
     if len(matching) == 1 and (matching[0] / point).is_dir():
@@ -132,7 +134,9 @@ def compare(arguments: Sequence[str]) -> int:
         prog="tightfit compare",
         description="Compare runs of the same work with the first of them that has figures.",
     )
-    parser.add_argument("run", nargs="+", help="latest, id, ID/POINT or folder; two at least")
+    parser.add_argument(
+        "run", nargs="+", help="latest, id, either with /POINT, or folder; two at least"
+    )
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the page")
     parser.add_argument("--json", action="store_true", help="print one JSON document, no page")
     options = parser.parse_args(arguments)

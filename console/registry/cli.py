@@ -67,15 +67,21 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
         for answer in _CARRY_OUT[chosen.verb](chosen):
             show([json.dumps(answer.plain, indent=1)] if chosen.json else answer.lines)
     except ModelUnavailableError as error:
-        say_error(as_flags(str(error)), arguments)
-        return EXIT_NOT_ALL_OK
+        return _refused(as_flags(str(error)), EXIT_NOT_ALL_OK, arguments)
     except ConfigError as error:
-        say_error(error, arguments)
-        return EXIT_NOT_ALL_OK if getattr(error, "is_busy", False) else EXIT_BAD_CONFIG
+        code = EXIT_NOT_ALL_OK if getattr(error, "is_busy", False) else EXIT_BAD_CONFIG
+        return _refused(str(error), code, arguments)
     except EngineError as error:
-        say_error(error, arguments)
-        return EXIT_NOT_ALL_OK
+        return _refused(str(error), EXIT_NOT_ALL_OK, arguments)
     return EXIT_OK
+
+
+def _refused(message: str, code: int, arguments: Sequence[str]) -> int:
+    """Print an error, with --json also as a document on stdout; return the exit code."""
+    say_error(message, arguments)
+    if "--json" in arguments:
+        show([json.dumps({"kind": "error", "exit_code": code, "message": message}, indent=1)])
+    return code
 
 
 def _parser(asked: str) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from engine.asked.config import EngineConfig, ModelConfig
 from engine.asked.kv import KVConfig, KVTransferConfig
@@ -94,6 +94,17 @@ NOT_SUPPORTED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 """Keywords of other engines -> values that change nothing here, and why there is no other."""
 
 
+class Door(NamedTuple):
+    """A function that takes the keywords, as messages name it."""
+
+    name: str
+    own: tuple[str, ...] = ()
+    """Further keywords that it takes."""
+
+
+LLM_DOOR: Final = Door("LLM")
+
+
 def keywords_of(config: type = EngineConfig) -> dict[str, Setting]:
     """Return the keyword of every single setting below a configuration class."""
     found = settings(config, whole=(ModelSpec,))
@@ -118,10 +129,11 @@ def config_from_keywords(
     model: str | ModelConfig,
     keywords: Mapping[str, Any],
     config: type[EngineConfig] = EngineConfig,
+    door: Door = LLM_DOOR,
 ) -> EngineConfig:
     """Return the configuration that the keywords ask for; absent ones keep their defaults.
 
-    `model` is a folder, or a model whose fields keywords replace.
+    `model` is a folder, or a model whose fields keywords replace. `door` is what was called.
 
     Raises:
         ConfigError: A keyword is unknown, contradicts another, or is not available yet.
@@ -129,7 +141,7 @@ def config_from_keywords(
     known = keywords_of(config)
     for name, value in keywords.items():
         if name not in known and name not in COMBINED:
-            _refuse(name, value, sorted([*known, *COMBINED]))
+            _refuse(name, value, sorted([*known, *COMBINED, *door.own]), door.name)
     size = keywords.get("tensor_parallel_size", 1)
     if size != 1:
         raise ConfigError(
@@ -154,13 +166,13 @@ def config_from_keywords(
     return asked
 
 
-def _refuse(name: str, value: object, every: list[str]) -> None:
+def _refuse(name: str, value: object, every: list[str], door: str) -> None:
     """Raise ConfigError for a name that is no keyword, unless its value changes nothing here."""
     if name not in NOT_SUPPORTED:
         hint = did_you_mean(name, every) or f" Known: {', '.join(every)}."
         if name == "offload":  # what a configuration and a command line call it
             hint = _for_offload(value)
-        raise ConfigError(f"LLM: unknown keyword {name!r}.{hint}")
+        raise ConfigError(f"{door}: unknown keyword {name!r}.{hint}")
     inert, why = NOT_SUPPORTED[name]
     if not any(value is each or (each is not None and value == each) for each in inert):
         raise ConfigError(f"{name}={value!r}: not supported: {why}")

@@ -30,6 +30,18 @@ def test_what_the_client_changes_after_sending_does_not_count() -> None:
     asyncio.run(main())
 
 
+def test_a_closed_door_is_not_entered() -> None:
+    async def main() -> None:
+        door = AsyncLLM(Gated(tickets=0))
+        async with door:
+            pass
+        with pytest.raises(EngineError, match="was closed"):
+            async with door:
+                raise AssertionError
+
+    asyncio.run(main())
+
+
 def test_a_program_that_ends_waits_for_the_step() -> None:
     """A thread that the interpreter kills amid a step aborts the process."""
 

@@ -32,6 +32,7 @@ def test_a_closed_engine_says_so(tiny: TinyModels) -> None:
     llm.close()
     uses: list[Callable[[], Any]] = [
         lambda: llm.generate(PROMPTS, greedy_params(1)),
+        llm.__enter__,
         lambda: llm.add_request([5]),
         llm.step,
         llm.has_unfinished,

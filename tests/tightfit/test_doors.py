@@ -167,6 +167,10 @@ def test_what_is_not_there_is_refused(away: Path) -> None:
     for door in (tightfit.LLM, tightfit.plan):
         with pytest.raises(ConfigError, match=r"model: expected a folder, a name that .* got 42"):
             door(42)  # type: ignore[operator]
+        with pytest.raises(ConfigError, match=r"model: expected one of .*, a folder, .* got ''"):
+            door("")  # is not the folder in which Python runs
+    with pytest.raises(ConfigError, match=r"plan: unknown keyword 'gpus'\. Did you mean gpu\?"):
+        tightfit.plan("glass", gpus="rtx4080_16gb")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="a card of conf/gpu, got '16'"):
         tightfit.plan("glass", gpu=16)  # type: ignore[arg-type]
 

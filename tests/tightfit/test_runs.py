@@ -38,9 +38,13 @@ def test_a_run_is_found_by_its_id(home: Path) -> None:
     assert find_run("latest") == runs / NEW
     assert find_run(OLD) == find_run("202601") == runs / OLD
     assert find_run("20251212/0") == runs / "20251212-101010-cccccc" / "0"
+    (runs / NEW / "0").mkdir()
+    assert find_run("latest/0") == runs / NEW / "0"
     assert find_run(str(runs / OLD)) == (runs / OLD).resolve()
     with pytest.raises(ConfigError, match="expected one run, got 2: 2026"):
         find_run("2026")
+    with pytest.raises(ConfigError, match=r"or the id of a run in .*, got ''"):
+        find_run("")
     with pytest.raises(ConfigError, match=r"or the id of a run in .*, got '/0'"):
         find_run("/0")
     with pytest.raises(ConfigError, match=f"Did you mean {OLD}"):

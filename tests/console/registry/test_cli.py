@@ -29,7 +29,7 @@ def models_command(
     def run(*arguments: object) -> tuple[int, Any, str]:
         code = main([str(each) for each in arguments], {})
         said = capsys.readouterr()
-        is_json = "--json" in arguments and code == 0
+        is_json = "--json" in arguments
         return code, json.loads(said.out) if is_json else said.out, said.err
 
     return run
@@ -128,6 +128,9 @@ def test_every_answer_is_there_as_json(models_command: Command, tmp_path: Path, 
     assert found["added"] == []
     _, found, _ = models_command("remove", "m", "--dry-run", "--json")
     assert (found["folder"], found["num_tests"]) == (str(folder), 1)
+    code, found, said = models_command("show", "nope", "--json")
+    assert (code, found["kind"], found["exit_code"]) == (2, "error", 2)
+    assert said == f"error: {found['message']}\n"
     _, found, _ = models_command("show", "olmo7b", "--json")
     assert found["spec"]["num_hidden_layers"] == 32
 
