@@ -144,7 +144,7 @@ def main(arguments: Sequence[str], prog: str = "tightfit chat") -> int:
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=prog,
-        usage="%(prog)s [MODEL] [--url URL] [--system TEXT] [--max-tokens N] [--temperature X] ...",
+        usage="%(prog)s [MODEL] [--FLAG VALUE ...]",
         description="Talk to a running server, or with MODEL to an engine that is started for it.",
         epilog=f"Other flags are those of serve, for the engine of MODEL. {HELP}",
         allow_abbrev=False,

@@ -128,6 +128,7 @@ def _parser(asked: str) -> argparse.ArgumentParser:
     for each in (add, change):
         each.add_argument("--profile", metavar="NAME", help="of the settings (default)")
     if asked in {"add", "set"}:
+        made[asked].usage = "%(prog)s NAME [--FLAG VALUE ...]"
         add_engine_flags(made[asked])
     change.add_argument("--unset", nargs="+", metavar="X", default=[], help="settings to remove")
     change.add_argument("--default", action="store_true", help="use it where none is named")

@@ -137,9 +137,9 @@ class Keywords(TypedDict, total=False):
     """From this many tokens in a step on, uva weights are staged through GPU slots first. None:
     where reading in place takes 15 % longer than copying, by the rates of the card. On an H200
     that is 65 (`make bench`, docs/performance.md): read in place, a step of 64 tokens takes 1 %
-    longer than one of a single token, 128 take 13 %, 256 take 40 %. Staging takes 8 % less than
-    in-place reads even for one token, but leaves nothing to be read in place, as
-    offload_backend=prefetch does; 1 chooses it."""
+    longer than one of a single token, 128 take 13 %, 256 take 40 %. 1 stages every step: that
+    took 8 % less time even for one token, but it reads nothing in place and so does what
+    offload_backend=prefetch does."""
     weight_format: str | None
     """checkpoint (weights as they are stored) | lossless (every bfloat16 matrix that takes less
     in 12-bit codes, restored to the bit) | auto (whichever is predicted to be better, or some

@@ -75,12 +75,22 @@ def test_help_lists_every_command(typed: list[str], capsys: pytest.CaptureFixtur
         assert [line for line in lines if line.startswith(f"  {command.name} ")], command.name
 
 
-@pytest.mark.parametrize("name", [each.name for each in COMMANDS if each.name != "version"])
-def test_each_command_has_a_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(each.name for each in COMMANDS if each.name != "version"),
+        *("models add", "models set", "service install"),
+    ],
+)
+def test_each_command_has_a_help_of_its_own(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with suppress(SystemExit):  # argparse ends with its help
-        main(["help", name])
+        main(["help", *name.split()])
     shown = capsys.readouterr().out
     assert f"usage: tightfit {name} " in shown.replace("COMMAND", "help ")
+    assert not [line for line in shown.splitlines() if len(line) > 80]
 
 
 @pytest.mark.parametrize(
