@@ -212,6 +212,12 @@ APPENDED_GROUPS: Final = ("model", "experiment", "study")
 """Groups without an entry in the defaults list of conf/config.yaml: Hydra wants a + for them."""
 
 
+def _decimal_hint(typed: str) -> str:
+    """Return how to write a number whose decimal sign was a comma; empty for other values."""
+    found = re.fullmatch(r"[^=]*=(-?\d+),(\d+)", typed)
+    return f" A decimal number has a point: {found[1]}.{found[2]}." if found else ""
+
+
 def is_hydra(override: Override) -> bool:
     """Return whether an override is about Hydra itself (hydra.x=, hydra/x=)."""
     return override.key_or_group.split(".")[0].split("/")[0] == "hydra"
@@ -544,6 +550,10 @@ class Composer:
             hint = "Quote a value that holds brackets, commas or spaces."
             if group := next(groups, None):
                 hint = f"Did you mean {group}={text}?"
+            elif is_hub_id(text):
+                hint = f"Did you mean model={text}?"
+            elif re.search(r"[=,],|,$", text):
+                hint = "Remove the comma that has no value beside it."
             raise ConfigError(f"{text}: expected key=value or group=option. {hint}") from error
 
     def get_group_options(
@@ -653,7 +663,7 @@ class Composer:
         if not multirun and master.hydra.mode != RunMode.MULTIRUN:
             raise ConfigError(
                 f"{several[0].input_line}: several values make a sweep. Add -m, or quote the value "
-                "if the comma belongs to it."
+                f"if the comma belongs to it.{_decimal_hint(str(several[0].input_line))}"
             )
         swept = cast("dict[str, Any]", OmegaConf.to_container(master.hydra.sweeper)).get("params")
         swept = swept or {}

@@ -295,6 +295,13 @@ def test_mistakes_in_a_user_s_files_are_named(
         ("-m  engine.seed=range(3,3)", ["sweep", "at least one point"]),
         ("-m  engine.seed=interval(0,1)", ["range(start,stop,step)"]),
         ("offload=none,uva", ["several values", "-m"]),
+        (
+            "offload.uva.cpu_offload_gb=3,11",
+            ["several values", "A decimal number has a point: 3.11."],
+        ),
+        ("offload=none,,uva", ["Remove the comma that has no value beside it."]),
+        ("offload=none,uva,", ["Remove the comma that has no value beside it."]),
+        ("allenai/OLMo-2-1124-7B-Instruct", ["Did you mean model=allenai/OLMo-2-1124-7B-Ins"]),
         ("~offload", ["cannot be removed", "offload=none"]),
         ("~engine.seed", ["cannot be removed"]),
         ("gpu@model=cpu", ["@model"]),
