@@ -95,12 +95,13 @@ class EngineSettings(Sealed):
     """Host memory that must stay free after the load, GiB."""
     uva_stage_tokens: int | None = number(None, low=1)
     """From this many tokens in a step on, uva weights are staged through GPU slots first. null:
-    where reading in place takes 15 % longer than copying, by the rates of the card.
+    where reading in place takes 15 % longer than copying, by the rates of the card and of formats.
 
-    On an H200 that is 65 (`make bench`, docs/performance.md): read in place, a step of 64 tokens
-    takes 1 % longer than one of a single token, 128 take 13 %, 256 take 40 %. 1 stages
-    every step: that took 8 % less time even for one token, but it reads nothing in place and so
-    does what offload_backend=prefetch does.
+    On an H200 that is 65 for 16-bit weights (`make bench`, docs/performance.md): read in place, a
+    step of 64 tokens takes 1 % longer than one of a single token, 128 take 13 %, 256 take 40 %. 1
+    stages every step: that took 8 % less time even for one token, but it reads nothing in place and
+    so does what offload_backend=prefetch does. For weights of 4 bits it is 1 already: products read
+    them slower in place (docs/quantised.md).
     """
 
     def check(self) -> None:

@@ -12,14 +12,13 @@ from engine.asked.config import EngineConfig
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
-from engine.plan.cards import resolve_max_model_len
+from engine.plan.cards import gpu_budget_bytes, resolve_max_model_len
 from engine.plan.choose import Chooser
 from engine.plan.memory import (
     Asked,
     MemoryPlan,
     build_plan,
     fits,
-    gpu_budget_bytes,
     has_kv_room,
     lay_out,
     plan_fits,

@@ -1,13 +1,13 @@
 """Cards: what vendors state of them (sources: conf/gpu), and what a plan must know of one.
 
-And what becomes there of settings that are left open: dtype and length.
+And what becomes there of settings that are left open: dtype, length and budget.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
 from engine.asked.config import EngineConfig, GPUConfig
-from engine.errors import ConfigError
+from engine.errors import CapacityError, ConfigError
 from engine.model.spec import ModelSpec
 from engine.plan.sizes import MAX_LOAD_THREADS
 from engine.sealed import GIB
@@ -209,3 +209,24 @@ def window_notes(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> l
         f"kv.disable_sliding_window: {len(windows)} of {spec.num_hidden_layers} layers "
         f"attend to the whole context instead of {tokens} tokens, which the model was not made for."
     ]
+
+
+def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
+    """Return memory_gib (or the card's) times gpu_memory_utilization.
+
+    Raises:
+        CapacityError: The budget is larger than what is free on the card.
+    """
+    memory = config.gpu.memory_gib
+    total = facts.total_bytes if memory is None else int(memory * GIB)
+    budget = int(total * config.engine.gpu_memory_utilization)
+    if budget > facts.free_bytes and not facts.emulated:
+        held = ", ".join(facts.holders) or "the driver names none"
+        raise CapacityError(
+            f"GPU budget: expected at most the {facts.free_bytes / GIB:.2f} GiB that are free of "
+            f"{facts.total_bytes / GIB:.2f} GiB on {facts.name}, got {total / GIB:.2f} GiB x "
+            f"gpu_memory_utilization {config.engine.gpu_memory_utilization:g} = "
+            f"{budget / GIB:.2f} GiB. Lower gpu.memory_gib or engine.gpu_memory_utilization, or "
+            f"stop the processes that hold the rest ({held})."
+        )
+    return budget

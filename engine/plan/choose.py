@@ -166,6 +166,12 @@ class Chooser:
         self._prefill_graphs = _prefill_graph_bytes(asked, self.resident)
 
     @cached_property
+    def _stages(self) -> bool:
+        """Whether steps can be large enough to stage layers that are read in place."""
+        slabs = [layer.resident for layer in self.resident.layers]
+        return self._asked.stage_tokens(slabs) is not None
+
+    @cached_property
     def _least_blocks(self) -> int:
         """KV blocks on the GPU that one step fills, or that cannot lie in the host tier."""
         alone = max(step_blocks(self.resident.kv), self._sequence_blocks - self._tier.reach)
@@ -373,14 +379,15 @@ class Chooser:
         need = other + self._room(blocks) - freed - plan.gpu_budget_bytes
         if need > 0:  # steps with prompts are captured only where no layer is moved
             need = max(1, need - self._prefill_graphs)
-        stages = self._asked.stage_tokens is not None
-        slots = kind.num_slots(self._layers, lookahead=lookahead, stages=stages)
+        slots = kind.num_slots(self._layers, lookahead=lookahead, stages=self._stages)
         taken = self._choose_layers(need, name, slots)
         if taken is None:
             return None
         slots = min(slots, sum(1 for items in taken if items))
         label = label_of(taken, outer, kind, slots, name)
-        return self._named(label, self._assignment(taken, outer, kind, lookahead))
+        item = self._named(label, self._assignment(taken, outer, kind, lookahead))
+        # Layers that every step stages are copied ahead, which other candidates do.
+        return None if kind is UVA and item.plan.always_staged else item
 
     def _cached(self, blocks: int, outer: tuple[str, ...]) -> Candidate | None:
         """Return what caches experts in the room that the blocks leave; None: it cannot be."""

@@ -1,21 +1,20 @@
 """From a placement to a MemoryPlan: every byte on both sides. Pure arithmetic, no torch."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from typing import Any
 
 from engine.asked.config import EngineConfig
-from engine.errors import CapacityError
 from engine.model.formats import EMBEDDING, FORMATS, Format, TensorFormats, TensorSpec, align
 from engine.model.loading import described, weight_formats
 from engine.model.spec import DTYPE_BYTES, ModelSpec
-from engine.plan.cards import DeviceFacts, capability_notes, window_notes
+from engine.plan.cards import DeviceFacts, capability_notes, gpu_budget_bytes, window_notes
 from engine.plan.experts import ExpertPlan, plan_experts
 from engine.plan.policy import Assignment, fall_back
-from engine.plan.rates import Rates, dma_run_bytes, rates_for, stage_tokens
+from engine.plan.rates import Rates, dma_run_bytes, rates_for
 from engine.plan.sizes import (
     HOST_DECODES,
     HostKVPlan,
@@ -47,6 +46,7 @@ from engine.plan.units import (
     Slots,
     Unit,
 )
+from engine.plan.weight_times import staged_from
 from engine.sealed import GIB
 
 
@@ -186,6 +186,23 @@ class MemoryPlan:
         """Bytes of the largest unit, and so of a slot where all units have one residence."""
         return max((slots.num_bytes for slots in self.slots), default=0)
 
+    def is_staged(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens stages uva layers."""
+        return self.stage_tokens is not None and num_tokens >= self.stage_tokens
+
+    @property
+    def always_staged(self) -> bool:
+        """Whether every step stages uva layers, which are then never read in place."""
+        return self.is_staged(1)
+
+    def is_captured(self, num_decodes: int) -> bool:
+        """Whether decodes of so many rows run as a graph.
+
+        They need the same units in the slots before each step. Those that stage uva layers find
+        what the steps before them staged, unless every step does.
+        """
+        return self.use_graphs and (self.always_staged or not self.is_staged(num_decodes))
+
     def moved_per_step(self, num_decodes: int = 1) -> tuple[int, int]:
         """Return weight bytes that cross the link in one decode step: copied, and read in place.
 
@@ -193,7 +210,7 @@ class MemoryPlan:
         rows on, padding included, uva layers are staged.
         """
         rows = pad_batch(num_decodes) if self.graph_sizes else num_decodes
-        is_staged = self.stage_tokens is not None and rows >= self.stage_tokens
+        is_staged = self.is_staged(rows)
         copied = read = 0
         for tensor in self.outer_offloaded.tensors:
             if not self.placements[tensor.name].reads_in_place:
@@ -404,11 +421,13 @@ class Asked:
         """The rates of the machine."""
         return rates_for(self.config.gpu, self.facts, self.config.measured_rates)
 
-    @property
-    def stage_tokens(self) -> int | None:
-        """Tokens of a step from which on uva layers are staged; None: no step has as many."""
+    def stage_tokens(self, slabs: Sequence[Slab]) -> int | None:
+        """Return from how many tokens of a step on uva layers with these slabs are staged.
+
+        None: no step has as many.
+        """
         settings = self.config.engine
-        tokens = settings.uva_stage_tokens or stage_tokens(self.rates)
+        tokens = settings.uva_stage_tokens or staged_from(self.rates, slabs, self.formats)
         return tokens if tokens <= settings.max_num_batched_tokens else None
 
     @cached_property
@@ -471,14 +490,34 @@ def plan_fits(plan: MemoryPlan) -> bool:
 
 
 def build_plan(asked: Asked, assignment: Assignment) -> MemoryPlan:
-    """Account for every byte of what this machine makes of an assignment; KV takes what is left."""
+    """Account for every byte of what this machine makes of an assignment; KV takes what is left.
+
+    Where only the format of uva layers is a reason to stage them, and slots leave no room for one
+    sequence, they have none.
+    """
+    plan = _account(asked, assignment)
+    if plan.stage_tokens is None or asked.config.engine.uva_stage_tokens or plan.holds_one:
+        return plan
+    in_place = _account(asked, assignment, by_format=False)
+    if not in_place.holds_one:
+        return plan
+    note = (
+        "fallback: uva weights are read in place, although copying them through slots is predicted "
+        f"to be faster: the {plan.gpu_items['staging_slots'] / GIB:.2f} GiB of the slots leave no "
+        f"room for the KV of a sequence of {plan.max_model_len} tokens."
+    )
+    return replace(in_place, notes=(*in_place.notes, note))
+
+
+def _account(asked: Asked, assignment: Assignment, *, by_format: bool = True) -> MemoryPlan:
+    """Return the plan; without `by_format`, uva layers are staged where 16-bit ones are."""
     config, spec, facts, dtype = asked.config, asked.spec, asked.facts, asked.dtype
     assignment = fall_back(
         assignment, can_pin=facts.can_pin, can_uva=facts.can_uva, reason=facts.reason
     )
     settings, size = config.engine, DTYPE_BYTES[dtype]
     layout = lay_out(asked, assignment)
-    slots, outer_slot, stage = _slots(asked, layout, assignment)
+    slots, outer_slot, stage = _slots(asked, layout, assignment, by_format=by_format)
     slot_bytes = {found.residence: found.count * found.num_bytes for found in slots}
     sizes, (activations, logits) = asked.graph_sizes, asked.step_bytes
     budget = gpu_budget_bytes(config, facts)
@@ -730,29 +769,8 @@ def _longest_tokens(tier: HostTierSizes, kv: KVSizes, room: int, limit: int) -> 
     return max(on_gpu, kv.longest(room - tier.in_place_bytes(room), tier.reach, limit))
 
 
-def gpu_budget_bytes(config: EngineConfig, facts: DeviceFacts) -> int:
-    """Return memory_gib (or the card's) times gpu_memory_utilization.
-
-    Raises:
-        CapacityError: The budget is larger than what is free on the card.
-    """
-    memory = config.gpu.memory_gib
-    total = facts.total_bytes if memory is None else int(memory * GIB)
-    budget = int(total * config.engine.gpu_memory_utilization)
-    if budget > facts.free_bytes and not facts.emulated:
-        held = ", ".join(facts.holders) or "the driver names none"
-        raise CapacityError(
-            f"GPU budget: expected at most the {facts.free_bytes / GIB:.2f} GiB that are free of "
-            f"{facts.total_bytes / GIB:.2f} GiB on {facts.name}, got {total / GIB:.2f} GiB x "
-            f"gpu_memory_utilization {config.engine.gpu_memory_utilization:g} = "
-            f"{budget / GIB:.2f} GiB. Lower gpu.memory_gib or engine.gpu_memory_utilization, or "
-            f"stop the processes that hold the rest ({held})."
-        )
-    return budget
-
-
 def _slots(
-    asked: Asked, layout: WeightLayout, assignment: Assignment
+    asked: Asked, layout: WeightLayout, assignment: Assignment, *, by_format: bool
 ) -> tuple[tuple[Slots, ...], int, int | None]:
     """Return the slots of units, bytes of the outer scratch, and the staging threshold."""
     units: dict[Residence, list[Unit]] = {}
@@ -765,14 +783,15 @@ def _slots(
         for tensor in layout.outer_offloaded.tensors
         if not assignment.placements[tensor.name].reads_in_place
     ]
-    stage = asked.stage_tokens
+    direct = [x.slab for kind, found in units.items() if kind.reads_in_place for x in found]
+    stage = asked.stage_tokens(direct if by_format else ()) if direct else None
     slots = tuple(
         Slots(
             kind,
             kind.num_slots(len(found), lookahead=assignment.lookahead, stages=stage is not None),
             max(unit.slab.num_bytes for unit in found),
+            kind.wraps(always_staged=stage == 1),
         )
         for kind, found in units.items()
     )
-    reads_in_place = any(kind.reads_in_place for kind in units)
-    return slots, max(outer, default=0), stage if reads_in_place else None
+    return slots, max(outer, default=0), stage

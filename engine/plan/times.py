@@ -2,27 +2,24 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from engine.model.formats import EMBEDDING, TensorFormats, TensorSpec, align
+from engine.model.formats import EMBEDDING, align
 from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.experts import ExpertLayer
 from engine.plan.memory import MemoryPlan
 from engine.plan.rates import IN_PLACE_TILE_ROWS, Rates
 from engine.plan.sizes import NUM_STAGES, padded_prefill
 from engine.plan.units import RESIDENT, Feed, Residence, Slots, moving
+from engine.plan.weight_times import NONE_PACKED, WEIGHT_SHARE, Packed, packed_s
 from kernels.sizes import DECODE_SPLIT_TOKENS, MAX_SMALL_TOKENS
 
 LEAST_ROW_BYTES: Final = 2**16
 """Shorter rows are copied no sooner than read in place: decode steps copied 32 KiB rows at 47.5 and
 64 KiB rows at 54.4 GB/s, reads in place reach 50.6 (H200, docs/performance.md, 131,072 tokens)."""
-WEIGHT_SHARE: Final = 1.0
-"""Products of few rows, bytes of weights read over the copy rate of HBM, which writes half of its
-bytes; with LAYER_OVERHEAD_S (H200)."""
 KV_SHARE: Final = 0.60
 """Decode attention and what else grows with the batch, KV bytes over the copy rate (H100)."""
 ATTENTION_SHARE: Final = 0.5
@@ -33,31 +30,6 @@ PROMPT_OVERHEAD_S: Final = 18e-6
 the next: a layer of llama31_8b with 16 to 56 tokens beside 8 decodes, H200)."""
 PROMPT_ROW_SHARE: Final = 0.0045
 """What each token of a prompt adds to the reads of products of few rows."""
-LOSSLESS_MOST_GB_S: Final = ((8, math.inf), (16, 3580.0), (32, 3000.0), (64, 2220.0))
-"""Tokens of a product at most, and what restoring weights in registers carries of codes then on a
-card of LOSSLESS_MOST_TFLOPS, however fast memory is: 85, 102 and 137 us for 16, 32 and 64."""
-LOSSLESS_MOST_TFLOPS: Final = 593.0
-"""bf16 products of that card (H200), as reached. What restoring carries goes with multiprocessors
-and their clock, which from an RTX 3060 to an H200 differ by no more than the root of this rate; a
-card with more tensor cores restores no faster (not measured on any but an H200)."""
-RESTORING_WORK: Final[Mapping[str, float]] = MappingProxyType(
-    {
-        "uint4": 1.0,
-        "uint4+sub": 1.5,
-        "table4": 1.5,
-        "uint5": 2.0,
-        "uint5+sub": 2.0,
-        "uint6+sub": 2.0,
-        "uint8": 1.25,
-        "float8_e4m3fn": 1.2,
-    }
-)
-"""Time of products of 1 and 16 tokens over that of AWQ's values in float16, by kind: estimated for
-an H200, held against steps of Llama 2 7B. 5 bits and tables: assumed."""
-QUANTISED_MOST: Final = ((8, 3.3), (64, 2.4))
-"""Tokens of a product at most, and what restoring quantised weights in registers carries of their
-work (RESTORING_WORK), over the bytes of codes that it carries at 16 tokens (H200, steps of
-Llama 2 7B)."""
 PIECE_LAUNCHES: Final = 0.4
 """Launches of one piece of host blocks that is copied ahead, over those of one layer: 0.19 ms,
 measured where a layer took 0.73 (llama31_8b, H200), over the 0.48 that a layer is taken to need
@@ -77,51 +49,6 @@ PREFILL_TOKENS: Final = 2048
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Bytes of weights that products restore."""
-
-    stored: int = 0
-    plain: int = 0
-    """Once they are restored."""
-    quantised: int = 0
-    """The part of `stored` that a checkpoint keeps quantised."""
-    quantised_plain: int = 0
-    """Once they are restored."""
-    quantised_work: int = 0
-    """quantised_plain, each times what its kind takes to restore (RESTORING_WORK)."""
-
-    def __add__(self, other: "Packed") -> "Packed":
-        """Return both together."""
-        return Packed(*map(operator.add, vars(self).values(), vars(other).values()))
-
-    def share(self, part: float) -> "Packed":
-        """Return a share of them."""
-        return Packed(*(round(part * size) for size in vars(self).values()))
-
-    @classmethod
-    def among(cls, tensors: Iterable[TensorSpec], formats: TensorFormats) -> "Packed":
-        """Return those among some tensors."""
-        restored, plain_bytes = formats.restored(tensors), formats.default.num_bytes
-        unpacked = formats.unpacked(restored)
-        quantised = [tensor for tensor, _ in unpacked]
-        work = (
-            RESTORING_WORK[kind] * plain_bytes(part)
-            for tensor, form in unpacked
-            for kind, part in form.kinds(tensor)
-        )
-        return cls(
-            stored=formats.total_bytes(restored),
-            plain=sum(map(plain_bytes, restored)),
-            quantised=formats.total_bytes(quantised),
-            quantised_plain=sum(map(plain_bytes, quantised)),
-            quantised_work=round(sum(work)),
-        )
-
-
-NONE_PACKED: Final = Packed()
-
-
-@dataclass(frozen=True)
 class Moved:
     """Bytes of layers that have one residence in host memory."""
 
@@ -129,6 +56,7 @@ class Moved:
     sizes: tuple[int, ...]
     """Bytes in each layer; 0: none."""
     num_slots: int
+    wraps: bool
 
 
 LayerBytes = Mapping[Residence, Sequence[tuple[int, Packed]]]
@@ -160,7 +88,7 @@ def moved_by(plan: MemoryPlan, slots: Slots) -> Moved:
         for unit in layer.units:
             if unit.residence is slots.residence:
                 sizes[layer.index] = unit.slab.num_bytes
-    return Moved(slots.residence, tuple(sizes), slots.count)
+    return Moved(slots.residence, tuple(sizes), slots.count, slots.wraps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,13 +253,13 @@ def keys_step_s(
     """Return the time of one step that gets at keys in host memory in one way."""
     shape, decodes = keys.shape, keys.decodes
     plan, sequences = shape.plan, decodes + (rows or min(1, prefill))
-    graphed, padded, tokens = plan.use_graphs, prefill, decodes + prefill
+    graphed, padded, tokens = plan.is_captured(decodes), prefill, decodes + prefill
     if prefill:
         found = padded_prefill(plan.captured_prefills, decodes, prefill, rows or 1)
         graphed = found is not None
         padded, tokens = (found[1], sum(found)) if found else (prefill, tokens)
     step = _Step(keys, far, prefill, padded, before, max(1, rows or 1), tokens, sequences)
-    is_staged = plan.stage_tokens is not None and tokens >= plan.stage_tokens
+    is_staged = plan.is_staged(tokens)
     kinds, of_layers = _kinds(shape, is_staged=is_staged)
     known = [_layer_s(rates, step, kind) for kind in kinds]
     times = [known[kind] for kind in of_layers]
@@ -384,7 +312,7 @@ def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
     if in_place.plain:
         tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
         read += _reads(shape, rates, tokens) * in_place.plain * tiles / many_rate
-    restored_s, read_s = _packed_s(rates, tokens, from_gpu.packed, in_place.packed)
+    restored_s, read_s = packed_s(rates, tokens, from_gpu.packed, in_place.packed)
     missed_s = 0.0
     if experts is not None:
         before_s, routed_s, missed_s = _experts_s(rates, step, experts)
@@ -462,7 +390,7 @@ def _run(
         return sum(compute) + streamed + after_s
     copies = [sum(seconds) for seconds in zip(*(copies for _, copies in ahead), strict=True)]
     slots = min(found.num_slots for found, _ in ahead)
-    wrap = all(found.residence.wraps for found, _ in ahead)
+    wrap = all(found.wraps for found, _ in ahead)
     seconds = ring_s(compute, copies, slots, wrap=wrap, after_s=after_s, launch_s=launch_s)
     # The link carries all of it, one after the other.
     shared = shape.head_in_place_bytes / (rates.in_place_gb_s * 1e9) + kv_link_s
@@ -570,7 +498,7 @@ def _experts_s(rates: Rates, step: _Step, experts: ExpertReads) -> tuple[float, 
     plain_share, packed_share = next(shares, (MANY_EXPERTS_SHARE, 1.0))
     read_s = share * here.plain / (plain_share * rates.hbm_gb_s * 1e9)
     read_s += share * there.plain * math.ceil(each / IN_PLACE_TILE_ROWS) / place_rate
-    before_s, packed_s = _packed_s(
+    before_s, restored_s = packed_s(
         rates, num_tokens, here.packed.share(share), there.packed.share(share)
     )
     missed_s = 0.0
@@ -581,49 +509,7 @@ def _experts_s(rates: Rates, step: _Step, experts: ExpertReads) -> tuple[float, 
         before_s += 0.0 if rates.is_cpu else CLAIM_OVERHEAD_S
     if not rates.is_cpu:
         before_s += EXPERTS_OVERHEAD_S
-    return before_s, read_s + packed_s / packed_share, missed_s
-
-
-def _packed_s(
-    rates: Rates, rows: int, here: Packed, there: Packed = NONE_PACKED
-) -> tuple[float, float]:
-    """Return the seconds of restoring matrices before products of so many rows, and of their reads.
-
-    Args:
-        rates: Of the machine.
-        rows: Of the products; few restore what they read, and nothing comes before them.
-        here: What lies in GPU memory.
-        there: What is read in place from host memory.
-    """
-    if not here.stored and not there.stored:
-        return 0.0, 0.0
-    link_s = there.stored / (rates.in_place_gb_s * 1e9)
-    if rows <= MAX_SMALL_TOKENS:
-        here_s, there_s = (_restored_in_registers_s(rates, rows, each) for each in (here, there))
-        return 0.0, here_s + max(link_s, there_s)
-    whole = here.plain + there.plain
-    restore_s = whole / (rates.restore_gb_s * 1e9)
-    return restore_s + link_s, whole / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9)
-
-
-def _of_rows(table: Sequence[tuple[int, float]], rows: int) -> float:
-    """Return the entry of a table of products of at most so many rows."""
-    return next(value for most, value in table if rows <= most)
-
-
-def _restored_in_registers_s(rates: Rates, rows: int, packed: Packed) -> float:
-    """Return the seconds in which products of few rows read weights and restore them."""
-    scale = min(1.0, math.sqrt(rates.bf16_tflops / LOSSLESS_MOST_TFLOPS)) * 1e9
-    most = _of_rows(LOSSLESS_MOST_GB_S, rows) * scale
-    read = rates.lossless_gb_s * 1e9
-    seconds = (packed.stored - packed.quantised) / min(read, most)
-    if not packed.quantised:
-        return seconds
-    if rates.is_cpu:  # which restores them whole
-        return seconds + packed.quantised_plain / (rates.restore_gb_s * 1e9)
-    restored = _of_rows(QUANTISED_MOST, rows) * min(most, _of_rows(LOSSLESS_MOST_GB_S, 16) * scale)
-    read = WEIGHT_SHARE * rates.hbm_gb_s * 1e9
-    return seconds + max(packed.quantised / read, packed.quantised_work / restored)
+    return before_s, read_s + restored_s / packed_share, missed_s
 
 
 def _reads(shape: Shape, rates: Rates, rows: int) -> float:
@@ -639,7 +525,7 @@ def _outside_s(shape: Shape, rates: Rates, tokens: int, rows: int) -> float:
     """Embedding and logits."""
     reads, packed = _reads(shape, rates, rows), shape.head_packed
     is_here = packed.stored <= shape.head_bytes
-    restored_s, read_s = _packed_s(rates, rows, *((packed,) if is_here else (NONE_PACKED, packed)))
+    restored_s, read_s = packed_s(rates, rows, *((packed,) if is_here else (NONE_PACKED, packed)))
     here, there = shape.head_bytes, shape.head_in_place_bytes
     here, there = (here - packed.stored, there) if is_here else (here, there - packed.stored)
     read = reads * here / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9) + read_s

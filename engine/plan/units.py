@@ -42,8 +42,6 @@ class Residence:
     """Units lie in host memory."""
     reads_in_place = False
     """Products read host memory, unless a step stages the units."""
-    wraps = False
-    """Slots are refilled for the next step, where units are copied ahead."""
     needs_pin = False
     """Only a machine that can pin host memory serves it."""
     needs_uva = False
@@ -64,6 +62,13 @@ class Residence:
         """
         del num_units, lookahead, stages
         return 0
+
+    def wraps(self, *, always_staged: bool) -> bool:
+        """Whether slots are refilled for the next step, where units are copied ahead.
+
+        `always_staged`: every step stages the units that are read in place.
+        """
+        return always_staged and self.reads_in_place
 
     def served(self, *, can_pin: bool, can_uva: bool) -> "Residence":
         """Return the residence that a machine can serve in place of this one."""
@@ -144,8 +149,11 @@ class CopiedAhead(Residence):
     name = "prefetch"
     words = "copied ahead"
     usual_feed = Feed.AHEAD
-    wraps = True
     needs_pin = True
+
+    @override
+    def wraps(self, *, always_staged: bool) -> bool:
+        return True
 
     @override
     def num_slots(self, num_units: int, *, lookahead: int, stages: bool) -> int:
@@ -210,6 +218,8 @@ class Slots:
     count: int
     num_bytes: int
     """Size of each: the largest unit."""
+    wraps: bool
+    """They are refilled for the next step."""
 
 
 @dataclass(frozen=True)

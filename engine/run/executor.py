@@ -283,9 +283,9 @@ class DeviceExecutor:
 
     def capture(self) -> None:
         """Capture every planned step, the largest first."""
-        plan, batches, stage = self._plan, self._batches, self._plan.stage_tokens
+        plan, batches = self._plan, self._batches
         for size in sorted(plan.graph_sizes, reverse=True):
-            if stage is not None and size >= stage:
+            if not plan.is_captured(size):
                 continue
             self._capture(StepShape(size), batches.padding_decode(size))
             if self.is_tiered and size <= HOST_DECODES:

@@ -154,8 +154,7 @@ class HeldUnits:
             if self._residence.feed(is_staged=True) is Feed.ON_COMPUTE:
                 self.feed = OnDemandSlot(slots[0], sources)
             else:
-                wrap = self._residence.wraps
-                self.feed = SlotRing(device.copy_stream(), slots, sources, wrap=wrap)
+                self.feed = SlotRing(device.copy_stream(), slots, sources, wrap=planned.wraps)
         self._copies: LayerFeed | None = None
         """The feed in a step that copies, else None."""
         self.in_place_bytes = 0

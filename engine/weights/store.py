@@ -287,8 +287,7 @@ class WeightStore:
 
     def begin_step(self, num_tokens: int) -> None:
         """Decide between in-place reads and staging, and start the first copies."""
-        stage = self.plan.stage_tokens
-        is_staged = stage is not None and num_tokens >= stage
+        is_staged = self.plan.is_staged(num_tokens)
         for units in self.held.values():
             units.begin_step(is_staged=is_staged)
 

@@ -5,7 +5,6 @@ from typing import Any, Final
 
 from engine.sealed import GIB
 from harness.studies.table import (
-    Figures,
     Found,
     Judged,
     Result,
@@ -16,6 +15,7 @@ from harness.studies.table import (
     lacks,
     make_row,
     moved_bytes,
+    moved_text,
     rate_table,
     touched_s,
 )
@@ -78,12 +78,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
-def _moved_text(figures: Figures) -> str:
-    kinds = (("h2d_bytes", "copied"), ("in_place_bytes", "in place"))
-    parts = [f"{figures[key] / 1e9:.3f} GB {how}" for key, how in kinds if figures[key]]
-    return ", ".join(parts) or "nothing moved"
-
-
 def _share(num_bytes: float, seconds: float, gb_s: float | None) -> float | None:
     return None if not gb_s else num_bytes / seconds / 1e9 / gb_s
 
@@ -102,7 +96,7 @@ def _stream_rows(found: Found) -> Iterator[Row]:
         probe, least, word = kinds[_kind(name)]
         for batch, run in result.decodes():
             moved = moved_bytes(run)
-            text = f"{_ms(run['step_s'])} ({_moved_text(run)})"
+            text = f"{_ms(run['step_s'])} ({moved_text(run)})"
             what = f"{result.title}, batch {batch}: bytes / step time / {word}"
             share = _share(moved, run["step_s"], result.rate(probe)) if moved else None
             yield make_row(what, (text, share), least=least if moved else None)
@@ -177,7 +171,7 @@ def _chosen_rows(found: Found, *, is_default: bool) -> Iterator[Row]:
     peer_s = PEER_PREFETCH_S * PEER_LINK_GB_S / (result.rate("h2d") or PEER_LINK_GB_S)
     for batch, run in result.decodes():
         is_compared = is_default and batch == 1
-        text = f"{_ms(run['step_s'])} ({_moved_text(run)})"
+        text = f"{_ms(run['step_s'])} ({moved_text(run)})"
         share = run["step_s"] / peer_s if is_compared else None
         words = " / vLLM's prefetch, 155.5 ms at 55.5 GB/s, at this link" if is_compared else ""
         what = f"{result.title} ({_chosen(result)}), batch {batch}: step{words}"

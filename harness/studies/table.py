@@ -228,6 +228,13 @@ def moved_bytes(run: Figures) -> int:
     return int(run["h2d_bytes"] + run["in_place_bytes"])
 
 
+def moved_text(run: Figures) -> str:
+    """Return in words the bytes that a decode step copies from the host and reads there."""
+    kinds = (("h2d_bytes", "copied"), ("in_place_bytes", "in place"))
+    parts = [f"{run[key] / 1e9:.3f} GB {how}" for key, how in kinds if run[key]]
+    return ", ".join(parts) or "nothing moved"
+
+
 def times_ratio(ours_s: float, theirs_s: float) -> Value:
     """Return what divides two times."""
     return f"{ours_s * 1e3:.2f} against {theirs_s * 1e3:.2f} ms", ours_s / theirs_s
@@ -251,12 +258,15 @@ def prompt_ratio(name: str, base: str, tokens: int, found: Found) -> Value:
 
 
 def link_share(name: str, rate: str, batch: int, found: Found) -> Value:
-    """Return the bytes of a decode step over its time and a rate of the link: h2d or in_place."""
+    """Return the bytes of a decode step over its time and a rate of the link: h2d or in_place.
+
+    Those that are copied, or, over the rate in place, all that cross the link.
+    """
     run = decode_of(found, name, batch)
-    moved, step_s = run["h2d_bytes" if rate == "h2d" else "in_place_bytes"], run["step_s"]
+    moved, step_s = run["h2d_bytes"] if rate == "h2d" else moved_bytes(run), run["step_s"]
     require(moved > 0, "nothing was moved")
     gb_s = known(found[name].rate(rate), "the rate of the link")
-    text = f"{step_s * 1e3:.2f} ms ({moved / 1e9:.3f} GB)"
+    text = f"{step_s * 1e3:.2f} ms ({moved_text(run)})"
     return text, moved / step_s / 1e9 / gb_s
 
 

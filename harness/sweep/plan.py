@@ -233,10 +233,12 @@ def _staging(row: Row) -> Iterator[str]:
     plan = row.plan
     size = plan.gpu_items["staging_slots"] if plan is not None else 0
     if plan is not None and size:
+        what = "weights are copied in every step" if plan.always_staged else "prompts are copied"
+        how = "them in place" if plan.always_staged else "prompts in place too"
         yield (
-            f"{row.label}: prompts are copied through slots of {size / GIB:.2f} GiB, which KV "
-            f"lacks; engine.uva_stage_tokens={plan.max_num_batched_tokens + 1} reads prompts in "
-            "place too, which is slower, and gives it to KV."
+            f"{row.label}: {what} through slots of {size / GIB:.2f} GiB, which KV "
+            f"lacks; engine.uva_stage_tokens={plan.max_num_batched_tokens + 1} reads {how}, "
+            "which is slower, and gives it to KV."
         )
 
 

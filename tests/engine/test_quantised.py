@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError, ConfigError
 from engine.model.checkpoint import read_folder
+from tests.engine.placements import check_decode_bytes
 from tests.engine.quantised import (
     COMPRESSED,
     WAYS,
@@ -30,7 +31,13 @@ PLACES: dict[str, dict[str, Any]] = {
     "resident": {},
     "uva": {"cpu_offload_gb": 1},
     "uva, staged": {"cpu_offload_gb": 1, "uva_stage_tokens": 1},
+    "uva, staged from 3 tokens on": {"cpu_offload_gb": 1, "uva_stage_tokens": 3},
     "uva of products": {"cpu_offload_gb": 1, "cpu_offload_params": ["mlp.down_proj", "q_proj"]},
+    "uva of products, staged": {
+        "cpu_offload_gb": 1,
+        "cpu_offload_params": ["mlp.down_proj", "q_proj"],
+        "uva_stage_tokens": 1,
+    },
     "prefetch": {"offload_group_size": 1},
     "prefetch of products": {"offload_group_size": 1, "offload_params": ["gate_proj", "o_proj"]},
 }
@@ -108,6 +115,22 @@ def test_every_residence_has_the_same_weights_and_tokens(name, place, folders):
     for num_tokens in (1, 100):
         for parameter, weight in read_back(llm, num_tokens).items():
             assert torch.equal(weight, meant[parameter].float()), parameter
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "stage_tokens"), [("awq, groups of 32", 1), ("int8", None)], ids=str
+)
+def test_formats_that_are_read_slowly_in_place_are_staged_in_every_step(
+    name, stage_tokens, folders
+):
+    """As the rates of a card say; its link is slow, so that bytes of a tiny layer take time."""
+    folder, plain, _ = folders(name, num_hidden_layers=4)
+    llm = open_llm(folder, **LIMITS, cpu_offload_gb=1, link_gb_s=0.01, hbm_gb_s=100.0)
+    assert llm.plan.stage_tokens == llm.effective()["stage_tokens"] == stage_tokens
+    assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
+    check_decode_bytes(llm, PROMPTS[1])
+    assert (llm.stats()["in_place_bytes"] == 0) == (stage_tokens == 1)
     llm.close()
 
 

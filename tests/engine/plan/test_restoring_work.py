@@ -8,7 +8,8 @@ import pytest
 from engine.model.schemes import GGUF_TYPES
 from engine.plan.planner import plan_memory
 from engine.plan.rates import Rates
-from engine.plan.times import RESTORING_WORK, decode_step_s, shape_of
+from engine.plan.times import decode_step_s, shape_of
+from engine.plan.weight_times import RESTORING_WORK
 from kernels.arguments import QUANTISED_KINDS
 from tests.engine.specs import H200, OLMO_7B, configuration
 

@@ -23,9 +23,10 @@ from engine.plan.planner import asked_of, plan_memory
 from engine.plan.policy import Assignment, assign_resident, spread_layers
 from engine.plan.rates import Rates, sheet_rates
 from engine.plan.sizes import restore_bytes
-from engine.plan.times import LOSSLESS_MOST_GB_S, decode_step_s, prefill_s, shape_of
+from engine.plan.times import decode_step_s, prefill_s, shape_of
 from engine.plan.units import PREFETCH, RESIDENT, UVA
 from engine.plan.weight_format import CODES_WORTH, MIXED, best_mix
+from engine.plan.weight_times import LOSSLESS_MOST_GB_S
 from engine.sealed import GIB
 from tests.engine.plan.test_choose import conf_spec
 from tests.engine.specs import CPU, H200, OLMO_7B, advised, configuration, prefetch, small_spec, uva
