@@ -139,6 +139,10 @@ class AsyncLLM:
         max_pending: int = MAX_PENDING,
         on_step: Callable[[Any, float], None] | None = None,
     ) -> None:
+        if isinstance(llm, str | os.PathLike):
+            raise EngineError(
+                f"AsyncLLM: expected an LLM, got {str(llm)!r}. Write AsyncLLM(LLM({str(llm)!r}))."
+            )
         if type(max_pending) is not int or max_pending < 1:
             raise EngineError(f"max_pending: expected an integer >= 1, got {max_pending!r}.")
         self._llm, self._max_pending, self._on_step = llm, max_pending, on_step

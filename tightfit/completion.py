@@ -85,6 +85,8 @@ def candidates(line: str, commands: Sequence[str]) -> list[str]:
             return _settings(" ".join([*typed, last]))
         case ["models"]:
             found = list(_model_verbs())
+        case ["service"]:
+            found = list(_service_verbs())
         case ["serve", *_] if last.startswith("-"):
             found = _flags()
         case ["models" | "serve" | "chat", *_]:
@@ -110,6 +112,12 @@ def _model_verbs() -> Sequence[str]:
     from console.registry.cli import VERBS  # noqa: PLC0415  when it is asked
 
     return VERBS
+
+
+def _service_verbs() -> Sequence[str]:
+    from console.service.cli import VERBS  # noqa: PLC0415  when it is asked
+
+    return list(VERBS)
 
 
 def _model_names() -> list[str]:

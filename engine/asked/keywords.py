@@ -172,6 +172,8 @@ def _refuse(name: str, value: object, every: list[str], door: str) -> None:
         hint = did_you_mean(name, every) or f" Known: {', '.join(every)}."
         if name == "offload":  # what a configuration and a command line call it
             hint = _for_offload(value)
+        if name == "gpu":  # what a command line and `plan` call it
+            hint = " A budget is gpu_memory_gib=16. tightfit.plan takes the name of a card."
         raise ConfigError(f"{door}: unknown keyword {name!r}.{hint}")
     inert, why = NOT_SUPPORTED[name]
     if not any(value is each or (each is not None and value == each) for each in inert):

@@ -289,12 +289,20 @@ def check_settings(config: RunConfig) -> None:
     """Check what depends on the model's sizes but on no machine and no weights.
 
     Raises ConfigError where a selector matches nothing, an offload moves nothing, a window or a
-    length is refused, a file of prompts or a trace is absent, or a trace is of another model.
+    length is refused, a model's folder, a file of prompts or a trace is absent, or a trace is of
+    another model.
     """
     for name, file in config.scenario.files().items():
         path = expanded(file)
         if not path.is_file():
             raise ConfigError(f"scenario.{name}: expected a file, found none at {path.absolute()}.")
+    model = config.model
+    is_read = model.load_format != "dummy" and config.system.kind != "http"
+    if model.path is not None and is_read and not expanded(model.path).exists():
+        raise ConfigError(
+            f"model.path: expected a folder or a .gguf file, found none at {model.path}. Give the "
+            "folder of a checkpoint, or take random weights (model.load_format=dummy)."
+        )
     check_trace(config.model.routing, config.model.spec)
     serve = config.scenario.serve
     if serve is not None and serve.trace is not None:

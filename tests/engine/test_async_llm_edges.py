@@ -30,6 +30,13 @@ def test_what_the_client_changes_after_sending_does_not_count() -> None:
     asyncio.run(main())
 
 
+def test_a_name_is_no_engine() -> None:
+    with pytest.raises(
+        EngineError, match=r"expected an LLM, got 'glass'\. Write AsyncLLM\(LLM\('gl"
+    ):
+        AsyncLLM("glass")  # type: ignore[arg-type]
+
+
 def test_a_closed_door_is_not_entered() -> None:
     async def main() -> None:
         door = AsyncLLM(Gated(tickets=0))

@@ -234,6 +234,8 @@ def test_keywords_of_other_engines_are_refused_with_the_reason() -> None:
             assert str(caught.value) == f"{name}='other': not supported: {why}"
     with pytest.raises(ConfigError, match="unknown keyword 'quantisation'"):
         config_from_keywords("x", {"quantisation": None})
+    with pytest.raises(ConfigError, match=r"keyword 'gpu'\. A budget is gpu_memory_gib=16\. tight"):
+        config_from_keywords("x", {"gpu": "rtx4080_16gb"})
     for value, words in (
         ("uva", "Did you mean offload_backend='uva'?"),
         ("auto", "Did you mean choose=True?"),

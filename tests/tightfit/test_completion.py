@@ -18,6 +18,7 @@ from tightfit.completion import SCRIPTS
 LINES = {
     "tightfit pl": ["plan"],
     "tightfit models fetch gl": ["models", "fetch", "glass"],
+    "tightfit service unin": ["service", "uninstall"],
     "tightfit serve glass --kv-cpu-g": ["serve", "glass", "--kv-cpu-gib"],
     "tightfit run offload=p": ["run", "offload=prefetch"],
     "tightfit plan model=olmo7b engine.max_num_s": ["plan", "model=olmo7b", "engine.max_num_seqs="],

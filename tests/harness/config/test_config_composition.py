@@ -128,7 +128,7 @@ def test_an_experiment_that_sweeps_may_run_as_one_point(composer: Composer) -> N
 def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a model, an experiment without a model, and files with mistakes."""
     files = {
-        "model/mine.yaml": "name: mine\npath: /data/mine\n",
+        "model/mine.yaml": "name: mine\npath: /data/mine\nload_format: dummy\n",
         "experiment/plain.yaml": "# @package _global_\nengine:\n  seed: 7\n",
         "experiment/both.yaml": (
             "# @package _global_\ndefaults:\n  - /model: mine\nmodel:\n  name: x\n"
@@ -170,8 +170,11 @@ def own_composer(mine: Path) -> Composer:
 
 @pytest.mark.parametrize("path", ["~/mine", "/data/my model \u00fc", "C:/x~1"])
 def test_a_path_needs_no_quotes(path: str, composer: Composer) -> None:
-    (point,) = composer.plan(["model=local", f"model.path={path}"]).points
+    typed = ["model=local", f"model.path={path}"]
+    (point,) = composer.plan([*typed, "model.load_format=dummy"]).points
     assert point.config.model.path == path
+    with pytest.raises(ConfigError, match="^model.path: expected a folder or a .gguf file, found"):
+        composer.plan(typed)
 
 
 @pytest.mark.thorough
