@@ -173,9 +173,7 @@ def test_a_path_needs_no_quotes(path: str, composer: Composer) -> None:
     typed = ["model=local", f"model.path={path}"]
     (point,) = composer.plan([*typed, "model.load_format=dummy"]).points
     assert point.config.model.path == path
-    with pytest.raises(
-        ConfigError, match=r"^model\.path: expected a folder or a \.gguf file, found"
-    ):
+    with pytest.raises(ConfigError, match=r"^model\.path: expected a folder or a \.gguf file"):
         composer.plan(typed)
 
 
