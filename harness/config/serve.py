@@ -29,8 +29,8 @@ def check_used(node: Sealed, names: Collection[str], needed: Collection[str], wh
             raise ConfigError(f"{key}: expected a value for {why}, got null. Set it.")
         if name not in needed and value is not None:
             raise ConfigError(
-                f"{key}: expected null for {why}, got {value!r}. It would have no effect; remove "
-                "it."
+                f"{key}: expected null for {why}, got {value!r}. It would have no effect: set it "
+                "to null, or remove it."
             )
 
 
@@ -109,7 +109,7 @@ class Arrivals(Sealed):
 class Lengths(Sealed):
     """How many tokens each request has."""
 
-    section: ClassVar = f"{NODE}.(prompt|output)"
+    section: ClassVar = f"{NODE}.lengths"
     distribution: str = choice(DISTRIBUTIONS, "fixed")
     """fixed | uniform | normal | lognormal."""
     tokens: int | None = number(None, **TOKENS)
@@ -156,6 +156,20 @@ class Lengths(Sealed):
             return (self.least + self.most) / 2
         # Draws below the least are moved up to it, which adds less than a deviation.
         return min(self.most, max(self.least, self.tokens or 0) + (self.std or 0.0))
+
+
+@dataclass(kw_only=True)
+class PromptLengths(Lengths):
+    """How many tokens each prompt has."""
+
+    section: ClassVar = f"{NODE}.prompt"
+
+
+@dataclass(kw_only=True)
+class OutputLengths(Lengths):
+    """How many tokens each answer has."""
+
+    section: ClassVar = f"{NODE}.output"
 
 
 @dataclass(kw_only=True)
@@ -316,9 +330,9 @@ class ServeScenario(Sealed):
     """When requests arrive."""
     max_concurrency: int | None = number(None, **REQUESTS)
     """Requests at the engine at once; later ones wait at the client, and the wait counts."""
-    prompt: Lengths | None = None
+    prompt: PromptLengths | None = None
     """Own tokens of each synthetic prompt; null with a trace or a file of prompts."""
-    output: Lengths | None = None
+    output: OutputLengths | None = None
     """Tokens generated for each request (the end token stops none); null with a trace."""
     prefixes: Prefixes = field(default_factory=Prefixes)
     """Shared beginnings of synthetic prompts."""

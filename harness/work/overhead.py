@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Final
 
 from engine.asked.sampling import SamplingParams
-from harness.config.serve import Arrivals, Lengths, ServeScenario
+from harness.config.serve import Arrivals, OutputLengths, PromptLengths, ServeScenario
 from harness.config.study import OverheadScenario
 from harness.observe.statistics import Interval, Quantile, interval
 from harness.work.drive import Clock, Engine, OnEnd, OnProgress
@@ -99,8 +99,8 @@ def _runner(
                 num_requests=len(prompts),
                 warmup_requests=0,
                 arrivals=Arrivals(process="at_once"),
-                prompt=Lengths(tokens=len(prompts[0])),
-                output=Lengths(tokens=num_tokens),
+                prompt=PromptLengths(tokens=len(prompts[0])),
+                output=OutputLengths(tokens=num_tokens),
             )
             load = Load(config=config, vocab_size=llm.spec.vocab_size)
             return partial(measure_serve, llm, load, **reports, **served, t=t)

@@ -5,8 +5,10 @@ from harness.config.serve import (
     Arrivals,
     Lengths,
     Objectives,
+    OutputLengths,
     PeakSearch,
     Prefixes,
+    PromptLengths,
     Seeds,
     TraceSource,
     Turns,
@@ -30,6 +32,12 @@ SEARCH = PeakSearch(low_per_s=1, high_per_s=4)
         (Lengths, "tokens: expected a value for distribution=fixed"),
         (lambda: Lengths(tokens=0), "tokens: expected an integer >= 1"),
         (lambda: Lengths(tokens=3, std=1), "std: expected null"),
+        (lambda: PromptLengths(tokens=0), "scenario.serve.prompt.tokens: expected an integer"),
+        (
+            lambda: OutputLengths(distribution="uniform", tokens=16, low=2, high=4),
+            "scenario.serve.output.tokens: expected null for distribution=uniform, got 16. It "
+            "would have no effect: set it to null, or remove it.",
+        ),
         (lambda: Lengths(distribution="uniform", low=3), "high: expected a value"),
         (lambda: Lengths(distribution="uniform", low=3, high=2), "high: expected at least low=3"),
         (lambda: Lengths(distribution="normal", tokens=8, std=2), "high: expected a value"),
