@@ -160,7 +160,9 @@ def number_fault(
 
 
 def unit_hint(value: object) -> str:
-    """Return how to write a number that was given with a unit; empty if it was not."""
+    """Return how to write a number that was given with a unit or a decimal comma, else nothing."""
+    if found := re.fullmatch(r"(-?\d+),(\d+)", str(value)):
+        return f" A decimal number has a point: {found[1]}.{found[2]}."
     found = re.fullmatch(r"(-?[\d.]+) ?([a-zA-Z]{1,6}|%)", str(value))
     if found is None:
         return ""

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from engine.sealed import GIB
+from server.flags import as_flags
 
 if TYPE_CHECKING:
     from engine.plan.memory import MemoryPlan
@@ -33,7 +34,7 @@ def plan_lines(plan: "MemoryPlan") -> list[str]:
             f"{found.get('decode_tokens_full_s') or 0:.0f} tokens/s at batch "
             f"{found.get('full_batch')}{f' ({source})' if source else ''}"
         )
-    return [*lines, *(f"note: {note}" for note in plan.notes)]
+    return [*lines, *(f"note: {as_flags(note)}" for note in plan.notes)]
 
 
 def _host_kv(plan: "MemoryPlan") -> str:

@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,10 +21,11 @@ from catalogue.terminal import (
     columns,
     say,
     say_error,
+    screen_lines,
     show,
 )
 from console.registry.listing import read_models
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, did_you_mean
 from engine.sealed import GIB
 from server.flags import add_engine_flags, as_flags, engine_names
 
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
     try:
         chosen = _parser(verb).parse_args(arguments)
         for answer in _CARRY_OUT[chosen.verb](chosen):
-            show([json.dumps(answer.plain, indent=1)] if chosen.json else answer.lines)
+            show([json.dumps(answer.plain, indent=1)] if chosen.json else _wrapped(answer.lines))
     except ModelUnavailableError as error:
         return _refused(as_flags(str(error)), EXIT_NOT_ALL_OK, arguments)
     except ConfigError as error:
@@ -74,6 +76,11 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
     except EngineError as error:
         return _refused(str(error), EXIT_NOT_ALL_OK, arguments)
     return EXIT_OK
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    """Return lines as wide as the terminal; those of tables stay."""
+    return [part for line in lines for part in screen_lines(line, sys.stdout)]
 
 
 def _refused(message: str, code: int, arguments: Sequence[str]) -> int:
@@ -378,6 +385,13 @@ def _set(chosen: argparse.Namespace) -> Iterator[Answer]:
         raise ConfigError(
             "set: expected a setting, such as --cpu-offload-gb 4, or --unset, --default, "
             f"--propose or --drop, got none. `tightfit models show {chosen.name}` shows them."
+        )
+    known = engine_names()
+    if unknown := [name for name in chosen.unset if name.replace("-", "_") not in known]:
+        raise ConfigError(
+            f"unset: expected the name of a setting, got {unknown[0]!r}."
+            f"{did_you_mean(unknown[0], known)} `tightfit models show {chosen.name}` shows those "
+            "that are set."
         )
     models.set_profile(chosen.name, chosen.profile, changes, make_default=chosen.default)
     row = models.get(chosen.name)

@@ -66,6 +66,10 @@ def test_a_model_is_added_shown_changed_and_removed(
     assert price.endswith("(sheet of rtx4080_16gb)")
     code, out, _ = models_command("set", "mine", "--cpu-offload-gb", "0.001", "--unset", "seed")
     assert out.splitlines()[0] == "Profile default: max_num_seqs=256 cpu_offload_gb=0.001"
+    assert "\nnote: --offload uva is not needed: " in out  # in words of this command
+    code, _, said = models_command("set", "mine", "--unset", "cpu-ofload-gb")
+    assert code == 2
+    assert "got 'cpu-ofload-gb'. Did you mean cpu_offload_gb?" in " ".join(said.split())
     _, out, _ = models_command("set", "mine", "--profile", "plain", "--unset", "cpu_offload_gb")
     assert out.splitlines()[0] == "Profile plain: max_num_seqs=256"
     assert models_command("set", "mine", "--profile", "plain", "--default")[0] == 0
@@ -94,6 +98,17 @@ def test_a_model_is_added_shown_changed_and_removed(
     assert out.startswith("mine: no files would be removed, with 1 profile, 0 tests")
     assert models_command("remove", "mine", "--keep-files")[0] == 0
     assert "mine" not in models_command("list")[1]
+
+
+def test_texts_are_as_wide_as_the_terminal(
+    models_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(tmp_path / "mine")
+    models_command("add", folder, "--as", "m", "--as-is")
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = models_command("set", "m", "--cpu-offload-gb", "0.001")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.thorough
