@@ -24,7 +24,7 @@ from engine.model.checkpoint import read_unpackable
 from engine.model.spec import ModelSpec
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import answer, plan_memory
-from engine.plan.times import CONTEXT_TOKENS, shape_of
+from engine.plan.times import CONTEXT_TOKENS
 from server.flags import as_flags, engine_settings, keyword_of
 from server.plan_lines import plan_lines
 
@@ -274,7 +274,7 @@ def _sequences(question: _Question, settings: Mapping[str, Any]) -> int:
             break
         fastest = max(fastest, speed)
         tokens = min(CONTEXT_TOKENS, plan.max_model_len)
-        room = shape_of(plan, question.spec).concurrency(tokens)
+        room = plan.kv.concurrency(tokens)
         best = 1 << (room.bit_length() - 1)
         if best < count:
             break

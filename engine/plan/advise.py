@@ -31,7 +31,6 @@ from engine.plan.policy import (
     assign_resident,
     assign_spread,
 )
-from engine.plan.rates import Rates
 from engine.plan.times import Shape, decode_step_s, shape_of
 from engine.plan.units import PREFETCH, RESIDENT
 from engine.plan.weight_format import in_codes
@@ -330,8 +329,8 @@ def off_gpu_bytes(plan: MemoryPlan) -> int:
 
 def short_step_s(plan: MemoryPlan, asked: Asked) -> float:
     """Return the predicted seconds of a decode step of one short sequence."""
-    shape = shape_of(plan, asked.spec)
-    return decode_step_s(shape, asked.rates, 1, shape.context_tokens)
+    shape = shape_of(plan, asked.spec, asked.rates)
+    return decode_step_s(shape, 1, shape.context_tokens)
 
 
 def with_offload(asked: Asked, offload: OffloadConfig) -> Asked:
@@ -379,12 +378,12 @@ def _slots(plan: MemoryPlan, asked: Asked) -> str:
     """Slots of prefetch beyond those that make a step shorter."""
     if not plan.units_of(PREFETCH) or plan.num_slots <= 2 or asked.config.planner.choose:
         return ""
-    shape, rates = shape_of(plan, asked.spec), asked.rates
-    most = [(1 + SAME_TIME) * seconds for seconds in _steps_s(shape, rates)]
+    shape = shape_of(plan, asked.spec, asked.rates)
+    most = [(1 + SAME_TIME) * seconds for seconds in _steps_s(shape)]
     enough = next(
         slots
         for slots in range(2, plan.num_slots + 1)
-        if all(map(float.__le__, _steps_s(_with_slots(shape, slots), rates), most))
+        if all(map(float.__le__, _steps_s(_with_slots(shape, slots)), most))
     )
     saved = (plan.num_slots - enough) * plan.slot_bytes
     if saved < WORTH_SAYING * plan.gpu_budget_bytes:
@@ -392,7 +391,7 @@ def _slots(plan: MemoryPlan, asked: Asked) -> str:
     return (
         f"offload.prefetch.offload_prefetch_step={plan.lookahead} holds {plan.num_slots} slots; "
         f"{enough - 1} would leave {saved / GIB:.2f} GiB more for the KV cache, and a decode step "
-        f"would take as long (predicted; {rates.source})."
+        f"would take as long (predicted; {asked.rates.source})."
     )
 
 
@@ -400,11 +399,11 @@ def _with_slots(shape: Shape, count: int) -> Shape:
     return replace(shape, moved=tuple(replace(found, num_slots=count) for found in shape.moved))
 
 
-def _steps_s(shape: Shape, rates: Rates) -> list[float]:
+def _steps_s(shape: Shape) -> list[float]:
     """A decode step of one sequence, and of as many as have room."""
     context = shape.context_tokens
-    batches = (1, shape.concurrency(context))
-    return [decode_step_s(shape, rates, batch, context) for batch in batches]
+    batches = (1, shape.plan.kv.concurrency(context))
+    return [decode_step_s(shape, batch, context) for batch in batches]
 
 
 def _sequences(plan: MemoryPlan) -> str:

@@ -73,13 +73,13 @@ class Way:
 
     def tokens_s(self, context: int | None = None) -> float:
         """Return what the objective counts, tokens/s: of a queue, else of one sequence."""
-        shape, rates = shape_of(self.plan, self.asked.spec), self.asked.rates
+        shape = shape_of(self.plan, self.asked.spec, self.asked.rates)
         length = self.plan.max_model_len
         if self.asked.config.planner.objective == "throughput":
             prompt, output = queue_of(length)
-            time_s = queue_s(shape, rates, QUEUE_REQUESTS, prompt, output)
+            time_s = queue_s(shape, QUEUE_REQUESTS, prompt, output)
             return QUEUE_REQUESTS * output / time_s
-        return 1 / decode_step_s(shape, rates, 1, min(context or CONTEXT_TOKENS, length))
+        return 1 / decode_step_s(shape, 1, min(context or CONTEXT_TOKENS, length))
 
     @property
     def moved_bytes(self) -> int:

@@ -56,7 +56,7 @@ class Candidate:
     @cached_property
     def shape(self) -> Shape:
         """What its times depend on."""
-        return shape_of(self.plan, self.asked.spec)
+        return shape_of(self.plan, self.asked.spec, self.asked.rates)
 
     @property
     def host_bytes(self) -> int:
@@ -66,22 +66,22 @@ class Candidate:
     @cached_property
     def decode_s(self) -> float:
         """The time of a decode step at batch 1."""
-        return decode_step_s(self.shape, self.asked.rates, 1, self.context_tokens)
+        return decode_step_s(self.shape, 1, self.context_tokens)
 
     @cached_property
     def queue_s(self) -> float:
         """The time of a queue of requests."""
         prompt, output = queue_of(self.plan.max_model_len)
-        return queue_s(self.shape, self.asked.rates, QUEUE_REQUESTS, prompt, output)
+        return queue_s(self.shape, QUEUE_REQUESTS, prompt, output)
 
     @cached_property
     def waves_s(self) -> float:
         """Roughly queue_s: as many at once as have room at their mean length, all alike."""
         prompt, output = queue_of(self.plan.max_model_len)
-        batch = min(QUEUE_REQUESTS, self.shape.concurrency(prompt + output / 2))
+        batch = min(QUEUE_REQUESTS, self.plan.kv.concurrency(prompt + output / 2))
         part = min(batch * prompt, self.plan.max_num_batched_tokens)
-        first_s = step_s(self.shape, self.asked.rates, prefill=part, rows=max(1, part // prompt))
-        then_s = decode_step_s(self.shape, self.asked.rates, batch, prompt + output / 2)
+        first_s = step_s(self.shape, prefill=part, rows=max(1, part // prompt))
+        then_s = decode_step_s(self.shape, batch, prompt + output / 2)
         wave_s = batch * prompt / part * first_s + (output - 1) * then_s
         return QUEUE_REQUESTS / batch * wave_s
 

@@ -46,10 +46,10 @@ def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
         moved_gb_s = pinned_gb_s * rates.blocks_gb_s / rates.h2d_gb_s
         return 1e9 / (share / moved_gb_s + (1 - share) / slow)
 
-    shape, tokens = shape_of(plan, spec), min(PREFILL_TOKENS, plan.max_model_len)
-    seconds = prefill_s(shape, rates, tokens)
+    shape, tokens = shape_of(plan, spec, rates), min(PREFILL_TOKENS, plan.max_model_len)
+    seconds = prefill_s(shape, tokens)
     room = min(plan.kv_tokens, plan.max_model_len)
-    copies = copy_ahead(shape, rates)
+    copies = copy_ahead(shape)
     read_gb_s = rates.in_place_gb_s if copies is None else rates.rows_gb_s
     return replace(
         host,
@@ -59,7 +59,7 @@ def with_rates(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> HostKVPlan:
             ),
             recompute_token_s=seconds / tokens,
             read_rates=ReadRates(
-                step_s=decode_step_s(shape, rates, 1, room), read_bytes_s=read_gb_s * 1e9
+                step_s=decode_step_s(shape, 1, room), read_bytes_s=read_gb_s * 1e9
             ),
         ),
         copy_ahead=copies,
@@ -75,34 +75,34 @@ def predict_host_kv(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str
     host = plan.host_kv
     if host is None or host.costs.swap_rates is None:
         return None
-    shape, length, first = shape_of(plan, spec), plan.max_model_len, plan.kv.groups[0]
+    shape, length, first = shape_of(plan, spec, rates), plan.max_model_len, plan.kv.groups[0]
     far = shape.beyond_gpu(min(length, first.window or length))
     host_bytes = int(far * shape.kv_layer_bytes * len(first.layers))
     prefix, copies = min(PREFIX_TOKENS, length), host.copy_ahead
     moved_bytes_s = host.costs.swap_rates.load_bytes_s
     return {
         "context_tokens": length,
-        "decode_step_ms": decode_step_s(shape, rates, 1, length) * 1e3,
+        "decode_step_ms": decode_step_s(shape, 1, length) * 1e3,
         "host_bytes": host_bytes,
         "is_copied": copies is not None and host_bytes >= max(1, copies.step_bytes),
         "prefix_tokens": prefix,
         "prefix_load_ms": plan.kv.sequence_bytes(prefix) / moved_bytes_s * 1e3,
-        "prefix_compute_ms": prefill_s(shape, rates, prefix) * 1e3,
+        "prefix_compute_ms": prefill_s(shape, prefix) * 1e3,
         "together": predict_long(plan),
     }
 
 
-def copy_ahead(shape: Shape, rates: Rates) -> CopyAhead | None:
+def copy_ahead(shape: Shape) -> CopyAhead | None:
     """Return from where on decodes' host blocks are copied instead of read in place; None: never.
 
     Steps that copy run without a graph: others must take as long as their launches do.
     """
-    plan, run_bytes = shape.plan, copied_run_bytes(shape.plan, rates)
+    plan, run_bytes = shape.plan, copied_run_bytes(shape)
 
     def is_sooner(context: int) -> bool:
         keys = Keys(shape, 1, context, 0, is_long=True)
-        in_place_s = keys_step_s(keys, FarKeys(rates.in_place_gb_s * 1e9), rates, 0, 0, None)
-        copied = [keys_step_s(keys, far, rates, 0, 0, None) for far in copied_keys(keys, rates)]
+        in_place_s = keys_step_s(keys, FarKeys(shape.rates.in_place_gb_s * 1e9))
+        copied = [keys_step_s(keys, far) for far in copied_keys(keys)]
         return any(seconds < in_place_s for seconds in copied)
 
     if run_bytes is None or not is_sooner(plan.max_model_len):

@@ -66,14 +66,14 @@ from engine.sealed import GIB
 
 def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
     """Return the predicted times of a plan as plain data, with the rates that they follow from."""
-    shape = shape_of(plan, spec)
+    shape = shape_of(plan, spec, rates)
     context = shape.context_tokens
-    full = shape.concurrency(context)
-    one_s, full_s = (decode_step_s(shape, rates, batch, context) for batch in (1, full))
+    full = plan.kv.concurrency(context)
+    one_s, full_s = (decode_step_s(shape, batch, context) for batch in (1, full))
     prefill = min(PREFILL_TOKENS, plan.max_model_len)
     prompt, output = queue_of(plan.max_model_len)
-    prefill_time_s = prefill_s(shape, rates, prefill)
-    queue_time_s = queue_s(shape, rates, QUEUE_REQUESTS, prompt, output)
+    prefill_time_s = prefill_s(shape, prefill)
+    queue_time_s = queue_s(shape, QUEUE_REQUESTS, prompt, output)
     return {
         "context_tokens": context,
         "decode_step_ms": one_s * 1e3,
@@ -82,20 +82,20 @@ def predict(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> dict[str, Any]:
         "decode_step_full_ms": full_s * 1e3,
         "decode_tokens_full_s": full / full_s,
         "long_context_tokens": plan.max_model_len,
-        "decode_step_long_ms": decode_step_s(shape, rates, 1, plan.max_model_len) * 1e3,
+        "decode_step_long_ms": decode_step_s(shape, 1, plan.max_model_len) * 1e3,
         "prefill_tokens": prefill,
         "prefill_ms": prefill_time_s * 1e3,
-        "ttft_ms": prefill_s(shape, rates, prompt) * 1e3,
+        "ttft_ms": prefill_s(shape, prompt) * 1e3,
         "ttft_prompt_tokens": prompt,
         "queue": {
             "requests": QUEUE_REQUESTS,
-            "batch": min(QUEUE_REQUESTS, shape.concurrency(prompt + output / 2)),
+            "batch": min(QUEUE_REQUESTS, plan.kv.concurrency(prompt + output / 2)),
             "prompt_tokens": prompt,
             "output_tokens": output,
             "total_s": queue_time_s,
             "output_tokens_s": QUEUE_REQUESTS * output / queue_time_s,
         },
-        "load_s": load_s(shape, rates),
+        "load_s": load_s(shape),
         "bytes_per_step": plan.bytes_per_step(),
         "rates": asdict(rates),
     }
@@ -485,17 +485,17 @@ def _not_needed(asked: Asked, plan: MemoryPlan) -> list[str]:
     resident = build_plan(asked, assign_resident(asked.spec))
     if not plan_fits(resident):
         return []
-    rates, shapes = asked.rates, [shape_of(item, asked.spec) for item in (plan, resident)]
-    with_ms, without_ms = (decode_step_s(shape, rates, 1, 0) * 1e3 for shape in shapes)
+    shapes = [shape_of(item, asked.spec, asked.rates) for item in (plan, resident)]
+    with_ms, without_ms = (decode_step_s(shape, 1, 0) * 1e3 for shape in shapes)
     moved = plan.bytes_per_step()
     beyond = room_beyond(plan, asked)
     is_hidden = with_ms < (1 + _SMALL) * without_ms
     more = f"{with_ms - without_ms:.3g} ms more than {without_ms:.3g} ms at batch 1"
     cost = (
         f"A decode step takes about as long ({without_ms:.3g} ms at batch 1; predicted; "
-        f"{rates.source}), but moves {gib(moved)} over the link needlessly."
+        f"{asked.rates.source}), but moves {gib(moved)} over the link needlessly."
         if moved and is_hidden
-        else f"Each decode step takes about {more} (predicted; {rates.source}), as "
+        else f"Each decode step takes about {more} (predicted; {asked.rates.source}), as "
         f"{gib(moved)} are moved over the link needlessly."
         if moved
         else f"Slots hold all of the {len(plan.offloaded_layers)} offloaded layers, so nothing is "

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Final
 
-from engine.plan.rates import Rates
 from engine.plan.sizes import KVSizes, pad_batch
 from engine.plan.times import Shape, step_s
 
@@ -52,7 +51,7 @@ def queue_of(max_model_len: int) -> tuple[int, int]:
     return prompt, min(QUEUE_OUTPUT_TOKENS, max(1, max_model_len - prompt))
 
 
-def queue_s(shape: Shape, rates: Rates, requests: int, prompt: int, output: int) -> float:
+def queue_s(shape: Shape, requests: int, prompt: int, output: int) -> float:
     """Return the time of `requests` requests that are offered at once.
 
     Equal requests begin together and grow together, so that those begun last give way before the
@@ -66,7 +65,7 @@ def queue_s(shape: Shape, rates: Rates, requests: int, prompt: int, output: int)
     @cache
     def once_s(decodes: int, prefill: int, rows: int) -> float:
         rows = max(1, rows) if prefill else 0
-        return step_s(shape, rates, decodes=decodes, context=context, prefill=prefill, rows=rows)
+        return step_s(shape, decodes=decodes, context=context, prefill=prefill, rows=rows)
 
     def stretch_s(each: Stretch) -> float:
         decodes = min(most, pad_batch(each.decodes)) if each.decodes else 0

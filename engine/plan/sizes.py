@@ -222,6 +222,12 @@ class KVSizes:
             low, high = (middle, high) if is_held(middle) else (low, middle)
         return low * size if limit is None else min(low * size, limit)
 
+    def concurrency(self, tokens: float) -> int:
+        """Sequences of that many tokens that run at once on the GPU, at least 1."""
+        need = self.blocks(max(1, math.ceil(tokens)))
+        held = min(count // each for count, each in zip(self.pools, need, strict=True))
+        return max(1, min(self.max_num_seqs, held))
+
     def sequences(self, pools: tuple[int, ...], num_tokens: int) -> float:
         """Return how many sequences of so many tokens the blocks hold."""
         each = zip(pools, self.blocks(num_tokens), self.windows, strict=True)

@@ -96,6 +96,8 @@ class Shape:
     """What the times of a plan depend on beside the plan; bytes are those of its formats."""
 
     plan: MemoryPlan
+    rates: Rates
+    """Of the machine."""
     moved: tuple[Moved, ...]
     """What lies in host memory, by residence."""
     dense: LayerBytes
@@ -127,6 +129,20 @@ class Shape:
         return self.plan.dtype == "float32"
 
     @property
+    def matrix_rate(self) -> float:
+        """Operations per second of products of many rows."""
+        return 1e12 * (self.rates.float32_tflops if self.is_float32 else self.rates.bf16_tflops)
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes per second of copies of weights over the link."""
+        return (self.rates.h2d_gb_s if self.plan.pin else self.rates.pageable_gb_s) * 1e9
+
+    def reads(self, rows: int) -> float:
+        """How many reads of its weight a product of so many rows takes as long as."""
+        return PACKED_READS if self.rates.is_cpu and self.is_float32 and rows > 1 else 1.0
+
+    @property
     def context_tokens(self) -> int:
         """Context of the sequences in predicted decode steps."""
         return min(CONTEXT_TOKENS, self.plan.max_model_len)
@@ -136,21 +152,14 @@ class Shape:
         """What `_kinds` found before, for steps that are staged and that are not."""
         return {}
 
-    def concurrency(self, tokens: float) -> int:
-        """Sequences of that many tokens that run at once, at least 1."""
-        kv = self.plan.kv
-        need = kv.blocks(max(1, math.ceil(tokens)))
-        held = min(count // each for count, each in zip(kv.pools, need, strict=True))
-        return max(1, min(self.plan.max_num_seqs, held))
-
     def beyond_gpu(self, tokens: float) -> float:
         """Return how many of so many tokens lie in host memory, in a layer of the first group."""
         in_place = self.plan.kv.groups[0].num_in_place * self.plan.block_size
         return min(in_place, max(0.0, tokens - self.plan.kv_tokens))
 
 
-def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
-    """Return what the times of a plan depend on."""
+def shape_of(plan: MemoryPlan, spec: ModelSpec, rates: Rates) -> Shape:
+    """Return what the times of a plan depend on, on a machine of such rates."""
     outer = {t.name: plan.formats.num_bytes(t) for t in spec.outer_tensors()}
     row_bytes = plan.formats[EMBEDDING].row_bytes(spec.outer_tensors()[0])
     places, formats = plan.placements, plan.formats
@@ -162,6 +171,7 @@ def shape_of(plan: MemoryPlan, spec: ModelSpec) -> Shape:
             limits[layer] = group.window or plan.max_model_len
     return Shape(
         plan=plan,
+        rates=rates,
         moved=tuple(moved_by(plan, slots) for slots in plan.slots),
         dense=held_bytes(plan, of_experts=False),
         expert=held_bytes(plan, of_experts=True) if plan.experts else {},
@@ -187,7 +197,6 @@ def _layer_params(spec: ModelSpec) -> tuple[float, ...]:
 
 def step_s(
     shape: Shape,
-    rates: Rates,
     *,
     decodes: int = 0,
     context: float = 0,
@@ -198,8 +207,7 @@ def step_s(
     """Return the time of one step.
 
     Args:
-        shape: Of the plan.
-        rates: Of the machine.
+        shape: Of plan and machine.
         decodes: Sequences that decode one token.
         context: Tokens of each.
         prefill: Tokens of prompts.
@@ -208,8 +216,8 @@ def step_s(
     """
     is_long = shape.plan.kv.groups[0].num_in_place > 0 and max(1, rows or 1) == 1
     keys = Keys(shape, decodes, context, before + prefill if prefill else 0, is_long)
-    ways = [FarKeys(rates.in_place_gb_s * 1e9), *copied_keys(keys, rates)]
-    return min(keys_step_s(keys, far, rates, prefill, before, rows) for far in ways)
+    ways = [FarKeys(shape.rates.in_place_gb_s * 1e9), *copied_keys(keys)]
+    return min(keys_step_s(keys, far, prefill, before, rows) for far in ways)
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,7 @@ class FarKeys:
 
 
 def keys_step_s(
-    keys: Keys, far: FarKeys, rates: Rates, prefill: int, before: int, rows: int | None
+    keys: Keys, far: FarKeys, prefill: int = 0, before: int = 0, rows: int | None = None
 ) -> float:
     """Return the time of one step that gets at keys in host memory in one way."""
     shape, decodes = keys.shape, keys.decodes
@@ -261,15 +269,15 @@ def keys_step_s(
     step = _Step(keys, far, prefill, padded, before, max(1, rows or 1), tokens, sequences)
     is_staged = plan.is_staged(tokens)
     kinds, of_layers = _kinds(shape, is_staged=is_staged)
-    known = [_layer_s(rates, step, kind) for kind in kinds]
+    known = [_layer_s(step, kind) for kind in kinds]
     times = [known[kind] for kind in of_layers]
     compute, kv_link_s = [seconds for seconds, _ in times], sum(held for _, held in times)
-    after = _outside_s(shape, rates, tokens, sequences)
-    launch_s = (int(not graphed) + far.launches) * rates.eager_layer_overhead_s
+    after = _outside_s(shape, tokens, sequences)
+    launch_s = (int(not graphed) + far.launches) * shape.rates.eager_layer_overhead_s
     seconds = _run(
-        shape, rates, compute, after, is_staged=is_staged, kv_link_s=kv_link_s, launch_s=launch_s
+        shape, compute, after, is_staged=is_staged, kv_link_s=kv_link_s, launch_s=launch_s
     )
-    return seconds + rates.step_overhead_s
+    return seconds + shape.rates.step_overhead_s
 
 
 class _Step(NamedTuple):
@@ -289,11 +297,11 @@ class _Step(NamedTuple):
     """With rows of logits."""
 
 
-def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
+def _layer_s(step: _Step, kind: "Kind") -> tuple[float, float]:
     """Return the time of a layer, and of it what KV and experts in host memory hold the link."""
     from_gpu, in_place, limit, is_first, params, experts = kind
     shape, tokens, far = step.keys.shape, step.tokens, step.far
-    matrix_rate = _matrix_rate(shape, rates)
+    rates, matrix_rate = shape.rates, shape.matrix_rate
     flops, seen = 2.0 * tokens * params, step.before + step.prefill / (2 * step.prompts)
     hbm_rate, place_rate = rates.hbm_gb_s * 1e9, rates.in_place_gb_s * 1e9
     many_rate = place_rate
@@ -303,7 +311,7 @@ def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
     attention_s /= 1.0 if rates.is_cpu else ATTENTION_SHARE
     near_bytes, far_bytes, staged_bytes = step.keys.in_layer(limit, is_first=is_first)
     far_s, staged_s = far_bytes / far.bytes_s, staged_bytes / place_rate
-    read = _reads(shape, rates, tokens) * from_gpu.plain / (WEIGHT_SHARE * hbm_rate)
+    read = shape.reads(tokens) * from_gpu.plain / (WEIGHT_SHARE * hbm_rate)
     is_small = tokens <= MAX_SMALL_TOKENS and not rates.is_cpu
     if is_small and step.prompt_tokens:
         read *= 1 + PROMPT_ROW_SHARE * step.prefill
@@ -311,11 +319,11 @@ def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
         attention_s = PROMPT_OVERHEAD_S + max(attention_s, keys_s)
     if in_place.plain:
         tiles = math.ceil(tokens / IN_PLACE_TILE_ROWS)
-        read += _reads(shape, rates, tokens) * in_place.plain * tiles / many_rate
+        read += shape.reads(tokens) * in_place.plain * tiles / many_rate
     restored_s, read_s = packed_s(rates, tokens, from_gpu.packed, in_place.packed)
     missed_s = 0.0
     if experts is not None:
-        before_s, routed_s, missed_s = _experts_s(rates, step, experts)
+        before_s, routed_s, missed_s = _experts_s(step, experts)
         restored_s, read_s = restored_s + before_s, read_s + routed_s
     # Products of few rows read while they compute; those of libraries hide little of their reads.
     both: Callable[[float, float], float] = max if is_small else operator.add
@@ -327,11 +335,12 @@ def _layer_s(rates: Rates, step: _Step, kind: "Kind") -> tuple[float, float]:
     return seconds + max(0.0, staged_s - attention_s), far_s + staged_s + missed_s
 
 
-def copied_keys(keys: Keys, rates: Rates) -> Iterator[FarKeys]:
+def copied_keys(keys: Keys) -> Iterator[FarKeys]:
     """Yield how decodes copy host blocks ahead, in pieces, some beside the layer before, if so."""
-    plan, host, first = keys.shape.plan, keys.shape.plan.host_kv, keys.shape.plan.kv.groups[0]
+    plan, rates = keys.shape.plan, keys.shape.rates
+    host, first = plan.host_kv, plan.kv.groups[0]
     far_bytes = keys.in_layer(first.window or plan.max_model_len, is_first=True)[1]
-    run_bytes = copied_run_bytes(plan, rates)
+    run_bytes = copied_run_bytes(keys.shape)
     if not far_bytes or keys.prefilled or host is None or run_bytes is None:
         return
     if far_bytes >= run_bytes:
@@ -341,12 +350,13 @@ def copied_keys(keys: Keys, rates: Rates) -> Iterator[FarKeys]:
         yield FarKeys(bytes_s, min(far_bytes, NUM_STAGES * stage_bytes) / bytes_s, launches)
 
 
-def copied_run_bytes(plan: MemoryPlan, rates: Rates) -> int | None:
+def copied_run_bytes(shape: Shape) -> int | None:
     """Return the bytes of a run of host blocks whose copy takes as long as reading it in place.
 
     None: no copy is sooner, no stage buffer holds a split of keys, or the layers have a window,
     with which keys are not attended to part by part.
     """
+    plan, rates = shape.plan, shape.rates
     gain_s, first = 1e-9 / rates.in_place_gb_s - 1e-9 / rates.rows_gb_s, plan.kv.groups[0]
     if rates.is_cpu or gain_s <= 0 or not first.num_in_place or plan.host_kv is None:
         return None
@@ -360,7 +370,6 @@ def copied_run_bytes(plan: MemoryPlan, rates: Rates) -> int | None:
 
 def _run(
     shape: Shape,
-    rates: Rates,
     compute: list[float],
     after_s: float,
     *,
@@ -369,14 +378,14 @@ def _run(
     launch_s: float,
 ) -> float:
     """Layers, copies and launches together; copies ahead of several residences share a ring."""
-    alone = [0.0] * len(compute)
-    link = (rates.h2d_gb_s if shape.plan.pin else rates.pageable_gb_s) * 1e9
+    rates, alone = shape.rates, [0.0] * len(compute)
     ahead: list[tuple[Moved, list[float]]] = []
     for found in shape.moved:
         feed = found.residence.feed(is_staged=is_staged)
         if feed is Feed.DIRECT:
             continue
-        copies = [size / link + rates.copy_overhead_s if size else 0.0 for size in found.sizes]
+        link, more = shape.copy_rate, rates.copy_overhead_s
+        copies = [size / link + more if size else 0.0 for size in found.sizes]
         if feed is Feed.AHEAD:
             ahead.append((found, copies))
             continue
@@ -483,9 +492,10 @@ PART_OVERHEAD_S: Final = 15e-6
 """Claims, copies and products of one more part of a step in a layer. Assumed."""
 
 
-def _experts_s(rates: Rates, step: _Step, experts: ExpertReads) -> tuple[float, float, float]:
+def _experts_s(step: _Step, experts: ExpertReads) -> tuple[float, float, float]:
     """Return seconds of experts: before the products, of their reads, and of copies on a miss."""
-    plan, (here, there, layer) = step.keys.shape.plan.experts, experts
+    shape, (here, there, layer) = step.keys.shape, experts
+    plan, rates = shape.plan.experts, shape.rates
     assert plan is not None
     decodes = step.keys.decodes
     num_tokens = decodes + step.prompt_tokens  # padding is routed nowhere
@@ -512,36 +522,26 @@ def _experts_s(rates: Rates, step: _Step, experts: ExpertReads) -> tuple[float, 
     return before_s, read_s + restored_s / packed_share, missed_s
 
 
-def _reads(shape: Shape, rates: Rates, rows: int) -> float:
-    """How many reads of its weight a product of so many rows takes as long as."""
-    return PACKED_READS if rates.is_cpu and shape.is_float32 and rows > 1 else 1.0
-
-
-def _matrix_rate(shape: Shape, rates: Rates) -> float:
-    return 1e12 * (rates.float32_tflops if shape.is_float32 else rates.bf16_tflops)
-
-
-def _outside_s(shape: Shape, rates: Rates, tokens: int, rows: int) -> float:
+def _outside_s(shape: Shape, tokens: int, rows: int) -> float:
     """Embedding and logits."""
-    reads, packed = _reads(shape, rates, rows), shape.head_packed
+    rates, reads, packed = shape.rates, shape.reads(rows), shape.head_packed
     is_here = packed.stored <= shape.head_bytes
     restored_s, read_s = packed_s(rates, rows, *((packed,) if is_here else (NONE_PACKED, packed)))
     here, there = shape.head_bytes, shape.head_in_place_bytes
     here, there = (here - packed.stored, there) if is_here else (here, there - packed.stored)
     read = reads * here / (WEIGHT_SHARE * rates.hbm_gb_s * 1e9) + read_s
-    link = (rates.h2d_gb_s if shape.plan.pin else rates.pageable_gb_s) * 1e9
     embed = shape.embed_row_bytes * tokens / (rates.in_place_gb_s * 1e9)
     head = reads * there / (rates.in_place_gb_s * 1e9)
-    flops = 2.0 * rows * shape.head_params / _matrix_rate(shape, rates)
-    return max(read + head, flops) + restored_s + embed + shape.outer_copied_bytes / link
+    flops = 2.0 * rows * shape.head_params / shape.matrix_rate
+    return max(read + head, flops) + restored_s + embed + shape.outer_copied_bytes / shape.copy_rate
 
 
-def decode_step_s(shape: Shape, rates: Rates, batch: int, context: float) -> float:
+def decode_step_s(shape: Shape, batch: int, context: float) -> float:
     """Return the time of a step in which `batch` sequences of `context` tokens decode one token."""
-    return step_s(shape, rates, decodes=batch, context=context)
+    return step_s(shape, decodes=batch, context=context)
 
 
-def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> float:
+def prefill_s(shape: Shape, tokens: int, prompts: int = 1) -> float:
     """Return the time until `prompts` prompts of `tokens` tokens each are computed.
 
     A step takes max_num_batched_tokens tokens, one of each prompt that is complete among them.
@@ -557,7 +557,6 @@ def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> floa
                 rows, at = rows + 1, 0
         seconds += step_s(
             shape,
-            rates,
             decodes=complete,
             context=tokens,
             prefill=part,
@@ -568,9 +567,10 @@ def prefill_s(shape: Shape, rates: Rates, tokens: int, prompts: int = 1) -> floa
     return seconds
 
 
-def load_s(shape: Shape, rates: Rates) -> float:
+def load_s(shape: Shape) -> float:
     """Return the time from the start of a process until all weights are in their places."""
-    plan, in_host, total = shape.plan, shape.head_in_place_bytes, shape.head_bytes
+    plan, rates = shape.plan, shape.rates
+    in_host, total = shape.head_in_place_bytes, shape.head_bytes
     total, packed = total + in_host, shape.head_packed
     for held in (shape.dense, shape.expert):
         for residence, layers in held.items():

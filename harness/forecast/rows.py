@@ -40,7 +40,7 @@ from engine.plan.cards import BFLOAT16_CAPABILITY, DeviceFacts
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import answer, asked_of, placed, plan_if_fits, plan_memory
 from engine.plan.queue import queue_s
-from engine.plan.rates import Rates, rates_for
+from engine.plan.rates import rates_for
 from engine.plan.times import Shape, decode_step_s, load_s, prefill_s, shape_of
 from engine.plan.weight_format import LOSSLESS, MIXED, NOTHING_KNOWN, PLAIN, in_codes
 from engine.sealed import GIB
@@ -75,35 +75,35 @@ UNKNOWN_TOKENS = 256
 """Length taken for prompts and outputs that come from a file or a trace."""
 
 
-def run_s(shape: Shape, rates: Rates, scenario: ScenarioConfig) -> float:
+def run_s(shape: Shape, scenario: ScenarioConfig) -> float:
     """Return seconds of a point: starts of processes, warm-ups and timed requests."""
     starts = int(scenario.correctness.enabled) + int(scenario.is_timed)
     if scenario.load is not None:
         starts += scenario.load.cold_starts + scenario.load.warm_starts
-    seconds = starts * load_s(shape, rates)
+    seconds = starts * load_s(shape)
     if scenario.latency is not None:
-        seconds += scenario.latency.repeats * _latency_s(shape, rates, scenario.latency)
+        seconds += scenario.latency.repeats * _latency_s(shape, scenario.latency)
     if (many := scenario.throughput) is not None:
-        each = queue_s(shape, rates, many.num_requests, many.prompt_tokens, many.output_tokens)
+        each = queue_s(shape, many.num_requests, many.prompt_tokens, many.output_tokens)
         seconds += many.repeats * each
     if scenario.serve is not None:
-        seconds += scenario.serve.repeats * _serve_s(shape, rates, scenario.serve)
+        seconds += scenario.serve.repeats * _serve_s(shape, scenario.serve)
     if scenario.quality is not None:
-        seconds += _quality_s(shape, rates, scenario.quality)
+        seconds += _quality_s(shape, scenario.quality)
     return seconds
 
 
-def _latency_s(shape: Shape, rates: Rates, one: LatencyScenario) -> float:
-    step = decode_step_s(shape, rates, 1, one.prompt_tokens + one.output_tokens / 2)
-    first = prefill_s(shape, rates, one.prompt_tokens)
+def _latency_s(shape: Shape, one: LatencyScenario) -> float:
+    step = decode_step_s(shape, 1, one.prompt_tokens + one.output_tokens / 2)
+    first = prefill_s(shape, one.prompt_tokens)
     count = one.num_requests + one.warmup_requests
     return count * (first + (one.output_tokens - 1) * step)
 
 
-def _serve_s(shape: Shape, rates: Rates, serve: ServeScenario) -> float:
+def _serve_s(shape: Shape, serve: ServeScenario) -> float:
     """The longer of arrivals and of the work they bring; a search tries every rate it may."""
     count = serve.num_requests or UNKNOWN_TOKENS
-    work = queue_s(shape, rates, count, _mean(serve.prompt), _mean(serve.output))
+    work = queue_s(shape, count, _mean(serve.prompt), _mean(serve.output))
     search = serve.search
     if search is not None:
         return search.max_trials * max(search.duration_s, work)
@@ -111,12 +111,12 @@ def _serve_s(shape: Shape, rates: Rates, serve: ServeScenario) -> float:
     return max(work, count / rate if rate else 0.0) + (serve.arrivals.ramp_up_s or 0.0)
 
 
-def _quality_s(shape: Shape, rates: Rates, quality: QualityScenario) -> float:
+def _quality_s(shape: Shape, quality: QualityScenario) -> float:
     """Windows and compared answers, computed once each; without the plain weights' own answers."""
     count, compared = quality.num_windows or UNKNOWN_TOKENS, quality.num_prompts
     answer = quality.prompt_tokens + quality.output_tokens
-    seconds = count * prefill_s(shape, rates, quality.window_tokens)
-    return seconds + compared * prefill_s(shape, rates, answer)
+    seconds = count * prefill_s(shape, quality.window_tokens)
+    return seconds + compared * prefill_s(shape, answer)
 
 
 def _mean(lengths: Lengths | None) -> int:
@@ -280,7 +280,7 @@ class Forecast:
             return 0.0
         probe = None if self.probed is None else self.probed.rates
         rates = rates_for(self.config.gpu, self.facts, probe)
-        return run_s(shape_of(plan, self.spec), rates, self.config.scenario) / 60
+        return run_s(shape_of(plan, self.spec, rates), self.config.scenario) / 60
 
 
 def _bare(settings: Iterable[str]) -> set[str]:

@@ -16,13 +16,13 @@ from reports.record.metrics import PREDICTED
 def predicted_times(plan: Any, spec: Any, scenario: ScenarioConfig) -> dict[str, float | None]:
     """Return what the plan predicts of the parts with requests of one length, by metric."""
     found: dict[str, float | None] = {"predicted/gpu_peak_gib": plan.gpu_total_bytes / GIB}
-    shape, rates = shape_of(plan, spec), Rates(**plan.predicted["rates"])
+    shape = shape_of(plan, spec, Rates(**plan.predicted["rates"]))
     if (one := scenario.latency) is not None and one.prompts_file is None:
         context = one.prompt_tokens + one.output_tokens / 2
-        found["predicted/tpot_ms"] = decode_step_s(shape, rates, 1, context) * 1e3
-        found["predicted/ttft_ms"] = prefill_s(shape, rates, one.prompt_tokens) * 1e3
+        found["predicted/tpot_ms"] = decode_step_s(shape, 1, context) * 1e3
+        found["predicted/ttft_ms"] = prefill_s(shape, one.prompt_tokens) * 1e3
     if (many := scenario.throughput) is not None and many.prompts_file is None:
-        total_s = queue_s(shape, rates, many.num_requests, many.prompt_tokens, many.output_tokens)
+        total_s = queue_s(shape, many.num_requests, many.prompt_tokens, many.output_tokens)
         found["predicted/output_tok_s"] = many.num_requests * many.output_tokens / total_s
     return found
 

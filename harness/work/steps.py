@@ -9,7 +9,7 @@ from typing import Any, Final
 from engine.errors import EngineError, RequestError
 from engine.model.formats import EMBEDDING
 from engine.plan.rates import Rates
-from engine.plan.times import decode_step_s, prefill_s, shape_of
+from engine.plan.times import Shape, decode_step_s, prefill_s, shape_of
 from harness.config.study import StepsScenario
 from harness.observe.link import LinkCounter
 from harness.work.drive import Clock, DrivenStep, Driver
@@ -203,17 +203,17 @@ def decode(sender: Sender, batch: int, config: StepsScenario) -> Figures:
         "used_graph": stats[-1].used_graph,
         "is_overlapped": stats[-1].is_overlapped,
         "replay_s": replay,
-        "predicted_s": _predicted(
-            llm, lambda shape, rates: decode_step_s(shape, rates, batch, context)
-        ),
+        "predicted_s": _predicted(llm, lambda shape: decode_step_s(shape, batch, context)),
         "tokens": digest,
     }
 
 
-def _predicted(llm: Any, of: Callable[[Any, Rates], float]) -> float | None:
+def _predicted(llm: Any, of: Callable[[Shape], float]) -> float | None:
     """Return what the plan's rates say; None where it has none."""
     predicted = llm.plan.predicted
-    return of(shape_of(llm.plan, llm.spec), Rates(**predicted["rates"])) if predicted else None
+    if not predicted:
+        return None
+    return of(shape_of(llm.plan, llm.spec, Rates(**predicted["rates"])))
 
 
 def replay_s(llm: Any, size: int, step_s: float) -> float:
@@ -244,7 +244,7 @@ def _prefill(sender: Sender, num: int, config: StepsScenario) -> Figures:
     length = min(config.prefill_tokens, sender.llm.max_model_len - 1)
     if plan.kv_tokens < num * (length + plan.block_size):
         return {"no_room": "does not fit the KV cache"}
-    expected = _predicted(sender.llm, lambda shape, rates: prefill_s(shape, rates, length, num))
+    expected = _predicted(sender.llm, lambda shape: prefill_s(shape, length, num))
     return {"seconds": _first_tokens(sender, num, length).seconds, "predicted_s": expected}
 
 

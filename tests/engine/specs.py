@@ -22,6 +22,7 @@ from engine.model.spec import DTYPE_BYTES, ModelSpec
 from engine.plan.cards import DeviceFacts
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_memory
+from engine.plan.rates import Rates
 from engine.plan.times import Shape
 
 GIB, MIB = 2**30, 2**20
@@ -253,3 +254,8 @@ def plan_llama(
 def planned(shape: Shape, **values: Any) -> Shape:
     """Return a shape with other values in its plan."""
     return replace(shape, plan=replace(shape.plan, **values))
+
+
+def at(shape: Shape, rates: Rates) -> Shape:
+    """Return a shape on a machine of other rates."""
+    return replace(shape, rates=rates)

@@ -30,19 +30,19 @@ def host_kv(plan: MemoryPlan) -> HostKVPlan:
 
 
 def in_place_s(plan: MemoryPlan, context: float) -> float:
-    return decode_step_s(shape_of(plan, llama()), replace(CARD, rows_gb_s=50.0), 1, context)
+    return decode_step_s(shape_of(plan, llama(), replace(CARD, rows_gb_s=50.0)), 1, context)
 
 
 def test_a_step_takes_the_faster_way_and_the_threshold_is_where_both_are_equal(
     plan: MemoryPlan,
 ) -> None:
-    shape = shape_of(plan, llama())
-    found = copy_ahead(shape, CARD)
+    shape = shape_of(plan, llama(), CARD)
+    found = copy_ahead(shape)
     assert found is not None
     token_bytes = shape.kv_layer_bytes * 32
     edge = plan.kv_tokens + found.step_bytes // token_bytes
-    assert decode_step_s(shape, CARD, 1, edge - 1) == in_place_s(plan, edge - 1)
-    assert decode_step_s(shape, CARD, 1, edge) < in_place_s(plan, edge)
+    assert decode_step_s(shape, 1, edge - 1) == in_place_s(plan, edge - 1)
+    assert decode_step_s(shape, 1, edge) < in_place_s(plan, edge)
     # The launches of all layers and pieces, less what the GPU takes for the rest, at the in-place
     # rate.
     assert 1.0e9 < found.step_bytes < 32 * 0.73e-3 * 4 * 50.9e9
@@ -51,7 +51,7 @@ def test_a_step_takes_the_faster_way_and_the_threshold_is_where_both_are_equal(
     assert found.run_bytes == pytest.approx(3e-6 / gain_s, abs=1)
     longest = plan.max_model_len
     bound_s = (longest - plan.kv_tokens) * token_bytes / 55.1e9
-    assert bound_s < decode_step_s(shape, CARD, 1, longest) < 1.05 * bound_s
+    assert bound_s < decode_step_s(shape, 1, longest) < 1.05 * bound_s
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_a_step_takes_the_faster_way_and_the_threshold_is_where_both_are_equal(
 def test_where_copies_are_no_sooner_there_are_none(
     plan: MemoryPlan, rates: Rates, changes: dict[str, HostKVPlan]
 ) -> None:
-    assert copy_ahead(shape_of(replace(plan, **changes), llama()), rates) is None
+    assert copy_ahead(shape_of(replace(plan, **changes), llama(), rates)) is None
 
 
 def test_short_rows_are_read_in_place() -> None:
     for block_size, is_copied in ((16, True), (8, False)):
         plan = plan_llama(131072, kv={"cpu_gib": 16, "block_size": block_size})
         assert plan.kv.groups[0].layer_bytes == block_size * 2**12
-        assert (copy_ahead(shape_of(plan, llama()), CARD) is not None) is is_copied
+        assert (copy_ahead(shape_of(plan, llama(), CARD)) is not None) is is_copied
 
 
 def test_layers_with_a_window_read_in_place() -> None:
@@ -90,8 +90,8 @@ def test_layers_with_a_window_read_in_place() -> None:
 
 
 def test_steps_without_graphs_make_up_for_the_launches_of_pieces_alone(plan: MemoryPlan) -> None:
-    shape = shape_of(replace(plan, use_graphs=False), llama())
-    found, graphed = copy_ahead(shape, CARD), copy_ahead(shape_of(plan, llama()), CARD)
+    shape = shape_of(replace(plan, use_graphs=False), llama(), CARD)
+    found, graphed = copy_ahead(shape), copy_ahead(shape_of(plan, llama(), CARD))
     assert found is not None
     assert graphed is not None
     assert found.step_bytes < graphed.step_bytes

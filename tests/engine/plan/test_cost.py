@@ -29,6 +29,7 @@ from tests.engine.specs import (
     NO_PIN,
     NO_UVA,
     OLMO_7B,
+    at,
     configuration,
     llama,
     plan_llama,
@@ -63,11 +64,11 @@ def olmo(offload: Any, memory_gib: float = 15.99) -> MemoryPlan:
 def test_measured_steps_are_predicted_within_fifteen_percent(
     offload: Any, memory_gib: float, steps_ms: tuple[float, ...], prefill_ms: float
 ) -> None:
-    shape = shape_of(olmo(offload, memory_gib), OLMO_7B)
+    shape = shape_of(olmo(offload, memory_gib), OLMO_7B, RATES)
     for batch, measured in zip((1, 16, 64), steps_ms, strict=True):
-        predicted = decode_step_s(shape, RATES, batch, 150) * 1e3
+        predicted = decode_step_s(shape, batch, 150) * 1e3
         assert predicted == pytest.approx(measured, rel=0.15), batch
-    assert prefill_s(shape, RATES, 2048) * 1e3 == pytest.approx(prefill_ms, rel=0.15)
+    assert prefill_s(shape, 2048) * 1e3 == pytest.approx(prefill_ms, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +86,13 @@ def test_steps_measured_on_an_h200_are_predicted_within_fifteen_percent(
     """The points of `study=validate` on an H200: 256 tokens, batches 1 and 16."""
     plan = plan_olmo(memory_gib=memory_gib, offload=offload, max_model_len=512, max_num_seqs=64)
     probe = {"h2d_gb_s": 55.23, "in_place_gb_s": 51.0, "hbm_copy_gb_s": 4181, "bf16_tflops": 769.4}
-    shape = shape_of(plan, OLMO_7B)
+    shape = shape_of(plan, OLMO_7B, RATES)
     rates = rates_for(GPUConfig(), replace(H200, name="NVIDIA H200"), probe)
     for batch, step_ms in zip((1, 16), steps_ms, strict=True):
-        predicted = decode_step_s(shape, rates, batch, 266) * 1e3
+        predicted = decode_step_s(at(shape, rates), batch, 266) * 1e3
         assert predicted == pytest.approx(step_ms, rel=0.15), batch
     for batch, prefill_ms in zip((1, 16), prefills_ms, strict=False):
-        predicted = prefill_s(shape, rates, 256, batch) * 1e3
+        predicted = prefill_s(at(shape, rates), 256, batch) * 1e3
         assert predicted == pytest.approx(prefill_ms, rel=0.15), batch
 
 
@@ -119,15 +120,15 @@ def test_few_prompt_tokens_beside_decodes_are_predicted_within_ten_percent(
     plan = plan_llama(16384, max_num_seqs=64, max_num_batched_tokens=4096)
     probe = {"h2d_gb_s": 55.23, "hbm_copy_gb_s": 4150.0, "bf16_tflops": 769.4}
     rates = rates_for(GPUConfig(), replace(H200, name="NVIDIA H200"), probe)
-    shape = shape_of(plan, llama())
-    found = step_s(shape, rates, decodes=8, context=context, prefill=own, before=before)
+    shape = shape_of(plan, llama(), RATES)
+    found = step_s(at(shape, rates), decodes=8, context=context, prefill=own, before=before)
     assert found * 1e3 == pytest.approx(measured_ms, rel=0.1)
 
 
 def test_sheets_alone_predict_nearly_the_same() -> None:
-    shape = shape_of(olmo(prefetch(8, 5, 2)), OLMO_7B)
-    sheet = decode_step_s(shape, rates_for(GPUConfig(), H100), 1, 150)
-    assert sheet == pytest.approx(decode_step_s(shape, RATES, 1, 150), rel=0.05)
+    shape = shape_of(olmo(prefetch(8, 5, 2)), OLMO_7B, RATES)
+    sheet = decode_step_s(at(shape, rates_for(GPUConfig(), H100)), 1, 150)
+    assert sheet == pytest.approx(decode_step_s(shape, 1, 150), rel=0.05)
 
 
 # Monotonicity.
@@ -155,7 +156,7 @@ def test_a_faster_link_is_never_slower(
 ) -> None:
     spec = small_spec()
     plan = plan_small(replace(H200, **gaps), offload=PLACEMENTS[name], memory_gib=2)
-    shape = shape_of(plan, spec)
+    shape = shape_of(plan, spec, RATES)
     slow = sheet_rates(UNKNOWN_CARD, "test").measured(rates)
     faster = [
         slow.measured({**rates, "h2d_gb_s": rates["h2d_gb_s"] * factor}),
@@ -166,10 +167,10 @@ def test_a_faster_link_is_never_slower(
     for fast in faster:
         times = [
             (
-                decode_step_s(shape, rate, batch, 60),
-                prefill_s(shape, rate, 60),
-                queue_s(shape, rate, 30, 30, 30),
-                load_s(shape, rate),
+                decode_step_s(at(shape, rate), batch, 60),
+                prefill_s(at(shape, rate), 60),
+                queue_s(at(shape, rate), 30, 30, 30),
+                load_s(at(shape, rate)),
             )
             for rate in (slow, fast)
         ]
@@ -186,27 +187,29 @@ def test_more_resident_layers_are_never_slower_at_batch_1(num: int, step: int, l
         plan_small(H200, offload=offload, memory_gib=2)
         for offload in (prefetch(8, num, step), prefetch(8, num + 1, step))
     ]
-    more, fewer = (shape_of(plan, spec) for plan in plans)
-    assert decode_step_s(more, rates, 1, 60) <= decode_step_s(fewer, rates, 1, 60) * (1 + 1e-9)
-    assert decode_step_s(more, rates, 1, 60) >= plans[0].bytes_per_step() / (link * 1e9)
+    more, fewer = (shape_of(plan, spec, RATES) for plan in plans)
+    assert decode_step_s(at(more, rates), 1, 60) <= decode_step_s(at(fewer, rates), 1, 60) * (
+        1 + 1e-9
+    )
+    assert decode_step_s(at(more, rates), 1, 60) >= plans[0].bytes_per_step() / (link * 1e9)
 
 
 def test_larger_batches_and_contexts_take_longer_and_give_more_tokens() -> None:
-    shape = shape_of(olmo(None, 40 / 0.9), OLMO_7B)
-    times = [decode_step_s(shape, RATES, batch, 500) for batch in (1, 4, 16, 64)]
+    shape = shape_of(olmo(None, 40 / 0.9), OLMO_7B, RATES)
+    times = [decode_step_s(shape, batch, 500) for batch in (1, 4, 16, 64)]
     assert times == sorted(times)
     assert times[3] / 64 < times[0]
-    assert decode_step_s(shape, RATES, 1, 4000) > times[0]
-    assert prefill_s(shape, RATES, 2048, 4) < 4.1 * prefill_s(shape, RATES, 2048)
+    assert decode_step_s(shape, 1, 4000) > times[0]
+    assert prefill_s(shape, 2048, 4) < 4.1 * prefill_s(shape, 2048)
     # Later tokens of a prompt attend to more.
-    first, second, third, fourth = (prefill_s(shape, RATES, 1000 * n) for n in (1, 2, 3, 4))
+    first, second, third, fourth = (prefill_s(shape, 1000 * n) for n in (1, 2, 3, 4))
     assert fourth - third > second - first
 
 
 def test_staging_beats_in_place_prefills() -> None:
-    staged = shape_of(olmo(uva(8)), OLMO_7B)
+    staged = shape_of(olmo(uva(8)), OLMO_7B, RATES)
     in_place = planned(staged, stage_tokens=None)
-    assert prefill_s(in_place, RATES, 2048) > 5 * prefill_s(staged, RATES, 2048)
+    assert prefill_s(in_place, 2048) > 5 * prefill_s(staged, 2048)
 
 
 def test_on_demand_and_pageable_memory_are_slower_than_prefetch() -> None:
@@ -214,7 +217,7 @@ def test_on_demand_and_pageable_memory_are_slower_than_prefetch() -> None:
     times = []
     for gaps in ({}, NO_PIN):
         plan = plan_memory(config, OLMO_7B, replace(H100, **gaps))
-        times.append(decode_step_s(shape_of(plan, OLMO_7B), RATES, 1, 150))
+        times.append(decode_step_s(shape_of(plan, OLMO_7B, RATES), 1, 150))
     assert times[1] > 5 * times[0]
 
 
@@ -232,10 +235,10 @@ def test_launches_hide_behind_copies_that_the_host_need_not_wait_for(
     offload: Any, gaps: dict[str, Any], is_hidden: bool
 ) -> None:
     config = configuration(OLMO_7B, memory_gib=15.99, offload=offload)
-    shape = shape_of(plan_memory(config, OLMO_7B, replace(H100, **gaps)), OLMO_7B)
+    shape = shape_of(plan_memory(config, OLMO_7B, replace(H100, **gaps)), OLMO_7B, RATES)
     launch_s = 1e-3
-    without = prefill_s(shape, replace(RATES, eager_layer_overhead_s=0.0), 128)
-    more = prefill_s(shape, replace(RATES, eager_layer_overhead_s=launch_s), 128) - without
+    without = prefill_s(at(shape, replace(RATES, eager_layer_overhead_s=0.0)), 128)
+    more = prefill_s(at(shape, replace(RATES, eager_layer_overhead_s=launch_s)), 128) - without
     # Layers on the GPU before the first that is copied wait for theirs.
     assert more < 4 * launch_s if is_hidden else more > 0.7 * OLMO_7B.num_hidden_layers * launch_s
 
@@ -243,14 +246,14 @@ def test_launches_hide_behind_copies_that_the_host_need_not_wait_for(
 def test_launches_of_a_step_without_graphs_are_those_that_were_probed() -> None:
     """Layers read in place and on the GPU; on a CPU they are in what a layer takes anyway."""
     for offload, memory_gib in ((None, 40), (uva(0.5), 40)):
-        shape = shape_of(olmo(offload, memory_gib), OLMO_7B)
+        shape = shape_of(olmo(offload, memory_gib), OLMO_7B, RATES)
         eager = planned(shape, use_graphs=False, captured_prefills=())
         slow = RATES.measured({"launch_us": 1000.0})
         for tokens in (1, 64):
-            seconds = step_s(eager, slow, prefill=tokens)
+            seconds = step_s(at(eager, slow), prefill=tokens)
             assert seconds == pytest.approx(0.05 * OLMO_7B.num_hidden_layers, rel=0.02)
         cpu = cpu_rates().measured({"eager_layer_overhead_s": 1.0})  # an earlier version's probe
-        assert decode_step_s(eager, cpu, 1, 64) == decode_step_s(shape, cpu, 1, 64)
+        assert decode_step_s(at(eager, cpu), 1, 64) == decode_step_s(at(shape, cpu), 1, 64)
 
 
 def test_predicted_figures_are_complete_and_consistent() -> None:
@@ -264,8 +267,8 @@ def test_predicted_figures_are_complete_and_consistent() -> None:
     assert queue["output_tokens_s"] == pytest.approx(200 * 128 / queue["total_s"])
     assert found["decode_tokens_s"] < queue["output_tokens_s"] < 64 * found["decode_tokens_s"]
     assert found["ttft_ms"] < found["prefill_ms"]
-    shape = shape_of(plan, OLMO_7B)
-    read_s = load_s(planned(shape, reads_files=True), RATES) - found["load_s"]  # here dummy weights
+    shape = shape_of(plan, OLMO_7B, RATES)
+    read_s = load_s(planned(shape, reads_files=True)) - found["load_s"]  # here dummy weights
     assert read_s == pytest.approx(OLMO_7B.weight_bytes() / (RATES.file_read_gb_s * 1e9), rel=0.1)
     assert found["load_s"] > 8
     assert all(value > 0 for value in found.values() if isinstance(value, float | int))
@@ -331,7 +334,7 @@ def test_a_window_bounds_what_its_layers_read_and_compute() -> None:
         max_position_embeddings=100_000,
     )
     full, some = (
-        shape_of(plan_memory(config, spec, CPU), spec)
+        shape_of(plan_memory(config, spec, CPU), spec, RATES)
         for config in (
             configuration(spec, kv={"disable_sliding_window": True}),
             configuration(spec),
@@ -341,23 +344,23 @@ def test_a_window_bounds_what_its_layers_read_and_compute() -> None:
     assert some.kv_limits == (100_000, *[128] * 7)
     bare = replace(RATES, eager_layer_overhead_s=0.0)  # else launches hide so small a model's work
     short, long = (
-        [decode_step_s(shape, bare, 4, context) for shape in (full, some)]
+        [decode_step_s(at(shape, bare), 4, context) for shape in (full, some)]
         for context in (128, 50_000)
     )
     assert short[0] == short[1]
     grown = long[0] - short[0], long[1] - short[1]
     assert grown[1] == pytest.approx(grown[0] / 8)
-    assert prefill_s(some, bare, 50_000) < prefill_s(full, bare, 50_000)
+    assert prefill_s(at(some, bare), 50_000) < prefill_s(at(full, bare), 50_000)
 
 
 def test_prompts_that_are_complete_decode_beside_the_others() -> None:
     """16 prompts of 256 tokens fill 2 steps of 2048 but for the tokens that the first 8 decode."""
     plan, spec = plan_olmo(offload=uva(8), max_model_len=512, max_num_seqs=16), OLMO_7B
-    shape = shape_of(plan, spec)
+    shape = shape_of(plan, spec, RATES)
     assert shape.plan.max_num_batched_tokens == 2048
-    whole = prefill_s(shape, RATES, 256, 8)
-    assert prefill_s(shape, RATES, 256, 16) > 2.9 * whole  # each step moves all offloaded layers
-    assert prefill_s(shape, RATES, 255, 16) < 2.1 * whole
+    whole = prefill_s(shape, 256, 8)
+    assert prefill_s(shape, 256, 16) > 2.9 * whole  # each step moves all offloaded layers
+    assert prefill_s(shape, 255, 16) < 2.1 * whole
 
 
 # What crosses the link: copies that are made.
@@ -370,32 +373,32 @@ def test_layers_with_a_slot_of_their_own_do_not_hold_the_link(num: int, step: in
     plan = plan_small(H200, offload=prefetch(8, num, step), memory_gib=2)
     copied, _ = plan.moved_per_step()
     rates = replace(RATES, h2d_gb_s=1e-3, copy_overhead_s=0.0, in_place_gb_s=1e-3)
-    shape = shape_of(plan, spec)
-    bare = decode_step_s(shape, rates, 1, 60)
+    shape = shape_of(plan, spec, RATES)
+    bare = decode_step_s(at(shape, rates), 1, 60)
     shared = replace(shape, head_bytes=0, head_in_place_bytes=10**6)
-    found = decode_step_s(shared, rates, 1, 60)
+    found = decode_step_s(at(shared, rates), 1, 60)
     assert found >= (copied + 10**6) / 1e6
     assert found <= (copied + 10**6) / 1e6 + bare - copied / 1e6 + 1e-3
 
 
 def test_prompts_that_run_as_graphs_do_not_wait_for_launches() -> None:
-    shape = shape_of(plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64), OLMO_7B)
+    shape = shape_of(plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64), OLMO_7B, RATES)
     eager = planned(shape, captured_prefills=())
     rates = replace(RATES, eager_layer_overhead_s=1e-3)
     launches = OLMO_7B.num_hidden_layers * rates.eager_layer_overhead_s
-    assert prefill_s(shape, rates, 256) < 0.5 * launches < prefill_s(eager, rates, 256)
-    assert prefill_s(shape, rates, 257) >= launches
-    assert prefill_s(shape, rates, 16, 5) >= launches  # more prompts than a graph has
+    assert prefill_s(at(shape, rates), 256) < 0.5 * launches < prefill_s(at(eager, rates), 256)
+    assert prefill_s(at(shape, rates), 257) >= launches
+    assert prefill_s(at(shape, rates), 16, 5) >= launches  # more prompts than a graph has
 
 
 def test_prompts_beside_decodes_are_padded_to_what_the_engine_runs() -> None:
     """57 tokens beside one decode run as 8 + 256; 16 beside nine as 64 + 16."""
-    shape = shape_of(plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64), OLMO_7B)
+    shape = shape_of(plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=64), OLMO_7B, RATES)
     bare = planned(shape, captured_prefills=())
 
     def seconds(shape: Shape, decodes: int, prefill: int) -> float:
         rates = replace(RATES, eager_layer_overhead_s=0.0, bf16_tflops=10.0)
-        return step_s(shape, rates, decodes=decodes, prefill=prefill)
+        return step_s(at(shape, rates), decodes=decodes, prefill=prefill)
 
     assert seconds(shape, 1, 56) < 0.5 * seconds(shape, 1, 57)
     for decodes, prefill, padded in ((1, 57, 128), (9, 16, 80)):

@@ -46,7 +46,7 @@ def scheduled(num: int, prompt: int, output: int, **limits: int) -> tuple[int, i
 def test_steps_are_those_of_the_scheduler(num: int, prompt: int, output: int, blocks: int) -> None:
     limits = {"seqs": 64, "tokens": 512, "max_len": prompt + output, "block_size": 16}
     steps, tokens = scheduled(num, prompt, output, num_blocks=blocks, **limits)
-    shape = shape_of(plan_olmo(memory_gib=24, **LIMITS), OLMO_7B)
+    shape = shape_of(plan_olmo(memory_gib=24, **LIMITS), OLMO_7B, RATES)
     kv = replace(shape.plan.kv, step_tokens=512)
     shape = planned(shape, kv=kv.with_pools((blocks,)), max_num_batched_tokens=512)
     found = list(queue_steps(shape, num, prompt, output))
@@ -57,22 +57,22 @@ def test_steps_are_those_of_the_scheduler(num: int, prompt: int, output: int, bl
 
 def test_the_last_of_a_queue_take_as_many_steps_as_the_others() -> None:
     plan = plan_olmo(memory_gib=24, max_model_len=512, max_num_seqs=8)
-    shape = shape_of(plan, OLMO_7B)
-    two, three = (queue_s(shape, RATES, count, 32, 64) for count in (16, 17))
-    alone = prefill_s(shape, RATES, 32) + 63 * decode_step_s(shape, RATES, 1, 64)
+    shape = shape_of(plan, OLMO_7B, RATES)
+    two, three = (queue_s(shape, count, 32, 64) for count in (16, 17))
+    alone = prefill_s(shape, 32) + 63 * decode_step_s(shape, 1, 64)
     assert three == pytest.approx(two + alone)
 
 
 def test_a_queue_that_the_kv_cache_bounds_takes_longer() -> None:
     """200 requests of 64 and 64 tokens in 5,056 tokens of KV ran for 330 of a lone step's time."""
-    shape = shape_of(plan_olmo(memory_gib=24, **LIMITS), OLMO_7B)
+    shape = shape_of(plan_olmo(memory_gib=24, **LIMITS), OLMO_7B, RATES)
     shape = planned(shape, kv=shape.plan.kv.with_pools((316,)))
     steps = sum(stretch.steps for stretch in queue_steps(shape, 200, 64, 64))
     assert 310 <= steps <= 335
 
 
 def test_sequences_that_exceed_the_gpu_run_one_after_another() -> None:
-    shape = shape_of(plan_olmo(memory_gib=24, **LIMITS), OLMO_7B)
+    shape = shape_of(plan_olmo(memory_gib=24, **LIMITS), OLMO_7B, RATES)
     found = list(queue_steps(planned(shape, kv=shape.plan.kv.with_pools((3,))), 4, 64, 32))
     assert {stretch.decodes for stretch in found} == {0, 1}
     assert sum(stretch.steps for stretch in found) == 4 * 32

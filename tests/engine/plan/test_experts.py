@@ -297,10 +297,10 @@ def test_a_step_takes_the_link_s_time_for_what_is_missed() -> None:
 
 def test_a_resident_step_reads_the_routed_experts_alone() -> None:
     plan = planned(100)
-    shape, rates = shape_of(plan, A3B), rates_of(plan)
-    one, many = (step_s(shape, rates, decodes=count, context=256) for count in (1, 64))
-    routed_s = 48 * 8 * EXPERT_BYTES / (rates.hbm_gb_s * 1e9)
-    every_s = 48 * 128 * EXPERT_BYTES / (rates.hbm_gb_s * 1e9)
+    shape = shape_of(plan, A3B, rates_of(plan))
+    one, many = (step_s(shape, decodes=count, context=256) for count in (1, 64))
+    routed_s = 48 * 8 * EXPERT_BYTES / (shape.rates.hbm_gb_s * 1e9)
+    every_s = 48 * 128 * EXPERT_BYTES / (shape.rates.hbm_gb_s * 1e9)
     assert routed_s < one < every_s
     assert many > every_s
 
@@ -401,8 +401,8 @@ def test_a_table_that_only_repeats_has_the_same_experts_for_all_sequences() -> N
     assert experts.distinct(16) == experts.distinct(2048) == 8
     assert experts.hit_share(8, 16) == experts.hit_share(8) == pytest.approx(1)
     assert experts.missed(41, 2048) == pytest.approx(0, abs=1e-6)
-    shape, rates = shape_of(plan, A3B), rates_of(plan)
-    one, many = (step_s(shape, rates, decodes=count, context=256) for count in (1, 16))
+    shape = shape_of(plan, A3B, rates_of(plan))
+    one, many = (step_s(shape, decodes=count, context=256) for count in (1, 16))
     assert many < 1.3 * one
 
 

@@ -27,7 +27,7 @@ def step_s(scheme: dict[str, Any], batch: int) -> float:
     assert plan.placed_bytes()["resident"] == sum(plan.placed_bytes().values())
     assert plan.predicted is not None
     rates = Rates(**plan.predicted["rates"])
-    return decode_step_s(shape_of(plan, spec), rates, batch, 256)
+    return decode_step_s(shape_of(plan, spec, rates), batch, 256)
 
 
 def test_every_kind_has_its_work() -> None:

@@ -64,7 +64,7 @@ def planned(
 def step_s(plan: MemoryPlan, spec: ModelSpec, batch: int = 1) -> float:
     assert plan.predicted is not None
     rates = Rates(**plan.predicted["rates"])
-    return decode_step_s(shape_of(plan, spec), rates, batch, 100)
+    return decode_step_s(shape_of(plan, spec, rates), batch, 100)
 
 
 def without(record: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -29,7 +29,17 @@ from engine.plan.weight_format import CODES_WORTH, MIXED, best_mix
 from engine.plan.weight_times import LOSSLESS_MOST_GB_S
 from engine.sealed import GIB
 from tests.engine.plan.test_choose import conf_spec
-from tests.engine.specs import CPU, H200, OLMO_7B, advised, configuration, prefetch, small_spec, uva
+from tests.engine.specs import (
+    CPU,
+    H200,
+    OLMO_7B,
+    advised,
+    at,
+    configuration,
+    prefetch,
+    small_spec,
+    uva,
+)
 from tests.slow import slow
 
 AUTO = PlannerConfig(choose=True)
@@ -261,10 +271,10 @@ H200_RATES = replace(
 
 def products_us(tokens: int, rates: Rates = H200_RATES) -> float:
     """Microseconds of the products of a layer of OLMo-2-7B over codes, beside the rest of it."""
-    shape = shape_of(plan_memory(asked("lossless"), OLMO_7B, H200), OLMO_7B)
+    shape = shape_of(plan_memory(asked("lossless"), OLMO_7B, H200), OLMO_7B, H200_RATES)
     bare = replace(rates, layer_overhead_s=0.0, step_overhead_s=0.0)
     none = replace(shape, head_bytes=0, head_packed=type(shape.head_packed)(), kv_layer_bytes=0)
-    return decode_step_s(none, bare, tokens, 1) / 32 * 1e6
+    return decode_step_s(at(none, bare), tokens, 1) / 32 * 1e6
 
 
 @pytest.mark.parametrize(
@@ -293,10 +303,10 @@ def test_what_restoring_carries_follows_the_card() -> None:
 
 def test_a_prompt_takes_longer_by_what_restoring_is_not_hidden() -> None:
     shapes = {
-        word: shape_of(plan_memory(asked(word), OLMO_7B, H200), OLMO_7B)
+        word: shape_of(plan_memory(asked(word), OLMO_7B, H200), OLMO_7B, H200_RATES)
         for word in ("lossless", "checkpoint")
     }
-    times = {word: prefill_s(shape, H200_RATES, 2048) for word, shape in shapes.items()}
+    times = {word: prefill_s(shape, 2048) for word, shape in shapes.items()}
     packed = [each for _, each in shapes["lossless"].dense[RESIDENT]]
     restore_s = sum(p.plain for p in packed) / (H200_RATES.restore_gb_s * 1e9)
     assert 0 < times["lossless"] - times["checkpoint"] <= restore_s
@@ -394,7 +404,7 @@ def test_codes_in_host_memory_are_restored_no_faster_than_on_the_gpu() -> None:
     configs = asked("lossless"), asked("lossless", offload=uva(2))
     slow = replace(H200_RATES, lossless_gb_s=0.2)
     here, there = (
-        decode_step_s(shape_of(plan_memory(config, OLMO_7B, H200), OLMO_7B), slow, 1, 100)
+        decode_step_s(shape_of(plan_memory(config, OLMO_7B, H200), OLMO_7B, slow), 1, 100)
         for config in configs
     )
     assert there >= here * (1 - 1e-9)
@@ -494,8 +504,8 @@ def test_the_time_of_a_mix_is_between_those_of_its_parts() -> None:
         for count in (0, 8, 16, 32):
             formats = {name: every[name] for name in mixing_layers(count)}
             plan = plan_memory(config, OLMO_7B, H200, tensor_formats=formats)
-            shape = shape_of(plan, OLMO_7B)
-            times.append((decode_step_s(shape, H200_RATES, 1, 1), prefill_s(shape, H200_RATES, 99)))
+            shape = shape_of(plan, OLMO_7B, H200_RATES)
+            times.append((decode_step_s(shape, 1, 1), prefill_s(shape, 99)))
         steps, prompts = zip(*times, strict=True)
         assert list(steps) == sorted(steps, reverse=True)
         if offload is None:

@@ -33,12 +33,12 @@ def totals(num_bytes: int, seconds: float) -> StepTotals:
 def test_what_is_predicted_is_the_cost_model_s() -> None:
     plan, spec, asked = plan_small(memory_gib=1), small_spec(), scenario()
     found = predicted_times(plan, spec, asked)
-    shape, one = shape_of(plan, spec), asked.latency
+    shape, one = shape_of(plan, spec, cpu_rates()), asked.latency
     assert one is not None
     context = one.prompt_tokens + one.output_tokens / 2
-    expected = decode_step_s(shape, cpu_rates(), 1, context) * 1e3
+    expected = decode_step_s(shape, 1, context) * 1e3
     assert found["predicted/tpot_ms"] == pytest.approx(expected)
-    first = prefill_s(shape, cpu_rates(), one.prompt_tokens) * 1e3
+    first = prefill_s(shape, one.prompt_tokens) * 1e3
     assert found["predicted/ttft_ms"] == pytest.approx(first)
     assert found["predicted/gpu_peak_gib"] == plan.gpu_total_bytes / GIB
     assert (found["predicted/output_tok_s"] or 0) > 0
