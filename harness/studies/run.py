@@ -213,19 +213,19 @@ class StudyRun(Series):
         planned = with_values(
             self._planned[name], {key: taken[key] for key in taken if key not in typed}
         )
-        num_ended = len(self.records)
+        folder = Path(POINTS, name)
         try:
             self.run_point(
                 run_one,
                 planned,
-                Path(POINTS, name),
+                folder,
                 rerun=self.config.rerun or "all",
                 label=name,
                 shared=planned.overrides,
             )
         finally:  # what it measured before an interrupt counts
-            for record in self.records[num_ended:]:
-                self._found[name] = Result(title=title, record=record)
+            if folder in self.by_folder:
+                self._found[name] = Result(title=title, record=self.by_folder[folder])
 
     @property
     def _card(self) -> str | None:

@@ -35,8 +35,8 @@ class Series(ABC):
         self.config, self.overrides, self.run_dir = point.config, point.overrides, run_dir.resolve()
         self._own = {} if point.config_dir is None else {"config_dir": point.config_dir}
         self.started = datetime.now(UTC).astimezone()
-        self.records: list[RunRecord] = []
-        """Records of the points that ran, in order."""
+        self.by_folder: dict[Path, RunRecord] = {}
+        """Records of the points that ran, in order, by their folder below the series' own."""
         self._begin_s = time.monotonic()
         suffix = secrets.token_hex(3)
         self._run_id = f"{self.started:%Y%m%d-%H%M%S}-{suffix}"
@@ -86,17 +86,22 @@ class Series(ABC):
         Its name begins with `label` and leaves out the `shared` overrides. The record of a point
         that is interrupted is noted too.
         """
-        sweep = replace(self._sweep, index=len(self.records), label=label, shared=tuple(shared))
+        sweep = replace(self._sweep, index=len(self.by_folder), label=label, shared=tuple(shared))
         config = replace(point.config, rerun=rerun)
         path = self.run_dir / folder / RESULT_NAME
         try:
             record = run_one(config, path.parent, point.overrides, sweep)
         except KeyboardInterrupt:
             if path.is_file():
-                self.records.append(RunRecord.read(path))
+                self.by_folder[folder] = RunRecord.read(path)
             raise
-        self.records.append(record)
+        self.by_folder[folder] = record
         return record
+
+    @property
+    def records(self) -> list[RunRecord]:
+        """Records of the points that ran, in order."""
+        return list(self.by_folder.values())
 
     def run(self, run_one: RunOne) -> RunRecord:
         """Run all points and return the record, which is also in the folder, after Ctrl-C too."""

@@ -15,6 +15,7 @@ from harness.observe.link import LinkCounter
 from harness.work.drive import Clock, DrivenStep, Driver
 from harness.work.offline import engine_prompts
 from harness.work.times import RequestTimes
+from harness.work.watch import expert_counts
 
 Figures = dict[str, Any]
 SETTLE_STEPS: Final = 3
@@ -259,19 +260,15 @@ def _first_tokens(sender: Sender, num: int, length: int) -> FirstTokens:
     """Time new prompts until each has its token, once more than is counted."""
     repeats = [sender.prompts(num, length, f"prefill-{k}") for k in range(REPEATS + 1)]
     ran = [sender.answers(repeats[0], 1)]
-    before = _expert_bytes(sender.llm)
+    before = expert_counts(sender.llm)
     ran += [sender.answers(prompts, 1) for prompts in repeats[1:]]
-    copied = _expert_bytes(sender.llm) - before
+    after = expert_counts(sender.llm)
+    copied = sum(after.get("bytes", ())) - sum(before.get("bytes", ()))
     return FirstTokens(
         seconds=median([seconds for seconds, _ in ran[1:]]),
         tokens=[token for _, answers in ran for answer in answers for token in answer],
         expert_bytes=copied / REPEATS,
     )
-
-
-def _expert_bytes(llm: Any) -> int:
-    """Return the bytes of experts that have crossed the link since the engine was built."""
-    return sum((llm.stats().get("experts") or {"bytes": ()})["bytes"])
 
 
 def count_link(sender: Sender, config: StepsScenario, counter: LinkCounter | None) -> Figures:

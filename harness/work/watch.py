@@ -56,6 +56,11 @@ COUNTS: Final = ("hits", "misses", "bytes")
 """Counters of an engine's stats below `experts`, each a list with an entry for each layer."""
 
 
+def expert_counts(llm: Any) -> Mapping[str, list[int]]:
+    """Return these counters; none where an engine counts no experts."""
+    return llm.stats().get("experts") or {}
+
+
 class ExpertWatch(Watch):
     """An engine that notes its counters of experts between steps.
 
@@ -66,15 +71,12 @@ class ExpertWatch(Watch):
     def __init__(self, llm: Engine, clock: Clock, on_look: Callable[[float | None], None]) -> None:
         super().__init__(llm, clock)
         self._on_look = on_look
-        self._before = self._counts()
+        self._before = expert_counts(self._llm)
         self._look(self._begin_s)
-
-    def _counts(self) -> Mapping[str, list[int]]:
-        return self._llm.stats().get("experts") or {}
 
     def _rose(self) -> dict[str, list[int]]:
         """Return by how much each counter rose, by layer; empty where nothing is counted."""
-        now = self._counts()
+        now = expert_counts(self._llm)
         return {
             name: [
                 after - before for after, before in zip(now[name], self._before[name], strict=True)
@@ -101,5 +103,5 @@ class ExpertWatch(Watch):
                 "part": part,
                 "columns": ["time_s", *COUNTS],
                 "rows": self._rows,
-                "layers": {"layer": list(self._counts()["layers"]), **rose},
+                "layers": {"layer": list(expert_counts(self._llm)["layers"]), **rose},
             }
