@@ -61,6 +61,7 @@ from kernels.bench_timing import (
     host_tensor,
     measure_rates,
     num_copies,
+    operator_of,
     paged,
     randn,
     render,
@@ -87,7 +88,7 @@ def _norms(op: str, num_moved: int, device: torch.device) -> Iterator[Case]:
 
 def _activations(op: str, device: torch.device) -> Iterator[Case]:
     gate_up = randn((8192, 2 * FEED_FORWARD), device)
-    run, twin = (partial(getattr(module, op), gate_up) for module in (linear, ref_linear))
+    run, twin = (partial(operator_of(module, op), gate_up) for module in (linear, ref_linear))
     yield Case(f"{op} 8192 x 2 x 14336", run, gate_up.nbytes * 3 // 2, twin)
 
 
@@ -261,7 +262,7 @@ def _gated(op: str, batches: tuple[int, ...], device: torch.device) -> Iterator[
     weight = randn((2 * FEED_FORWARD, HIDDEN), device)
     for num_tokens in batches:
         x = randn((num_tokens, HIDDEN), device)
-        run, twin = (partial(getattr(module, op), x, weight) for module in (linear, ref_linear))
+        run, twin = (partial(operator_of(module, op), x, weight) for module in (linear, ref_linear))
         yield Case(
             f"{op} {num_tokens} x 4096 by 4096 x 2 x {FEED_FORWARD}",
             run,

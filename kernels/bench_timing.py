@@ -1,8 +1,11 @@
 """Timing of operators on a GPU: a case, its graph, and the rates that it is held against."""
 
+import re
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Final
 
 import torch
@@ -197,6 +200,13 @@ def full(num_seqs: int, seq_len: int, device: torch.device) -> torch.Tensor:
 def workspace_of(num_seqs: int, seq_len: int, device: torch.device) -> DecodeWorkspace:
     """Return what decodes of so many sequences need beside their inputs."""
     return decode_workspace(num_seqs, HEADS, HEAD_SIZE, seq_len + BLOCK, device)
+
+
+def operator_of(module: ModuleType, case: str) -> Callable[..., torch.Tensor]:
+    """Return the operator of a module that a case is named after; of gates with its activation."""
+    name = re.sub(r"(silu|gelu)_mul$", "gated_mul", case)
+    operator: Callable[..., torch.Tensor] = getattr(module, name)
+    return operator if name == case else partial(operator, is_gelu="gelu" in case)
 
 
 def num_copies(size_in: int, size_out: int) -> int:

@@ -15,7 +15,16 @@ from kernels.arguments import (
     decode_workspace,
     empty_codes,
 )
-from kernels.bench_timing import HEAD_SIZE, ROUNDS, Case, Product, Weight, num_copies, randn
+from kernels.bench_timing import (
+    HEAD_SIZE,
+    ROUNDS,
+    Case,
+    Product,
+    Weight,
+    num_copies,
+    operator_of,
+    randn,
+)
 from kernels.ops import codes, linear, quantised
 
 _CODES_TOKENS: Final = (1, 16, 32, 64)
@@ -37,7 +46,7 @@ def _code_products(
     op: str, sizes: tuple[tuple[int, int], ...], device: torch.device
 ) -> Iterator[Case]:
     """Products with weights in codes, over those with the same weights plain."""
-    plain, coded = getattr(linear, op), getattr(codes, op)
+    plain, coded = operator_of(linear, op), operator_of(codes, op)
     if op == "linear":
         plain = partial(plain, workspace=decode_workspace(1, 1, HEAD_SIZE, 1, device))
 
@@ -213,7 +222,7 @@ def _quantised_products(
     op: str, sizes: tuple[tuple[int, int], ...], device: torch.device
 ) -> Iterator[Case]:
     """Products with quantised weights, over those with the same weights restored."""
-    plain, small = getattr(linear, op), getattr(quantised, op)
+    plain, small = operator_of(linear, op), operator_of(quantised, op)
     if op == "linear":
         workspace = decode_workspace(1, 1, HEAD_SIZE, 1, device)
         plain, small = (partial(each, workspace=workspace) for each in (plain, small))

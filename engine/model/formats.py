@@ -115,8 +115,7 @@ class Products(NamedTuple):
     """The operators that take a tensor in one format; signatures as in kernels.ops.linear."""
 
     linear: Callable[..., Any]
-    linear_silu_mul: Callable[..., Any]
-    linear_gelu_mul: Callable[..., Any]
+    linear_gated_mul: Callable[..., Any]
     embedding: Callable[..., Any]
     kernels_of: Callable[..., set[Any]] = lambda *_, **__: set()
     """What they launch, to be compiled ahead; signature as in kernels.ops.linear."""

@@ -6,6 +6,7 @@ T tokens, N query heads, K KV heads, H head size, D hidden.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -389,7 +390,7 @@ def _layers(spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> tuple[De
         gated = down = None
         if has_shared or not has_experts:
             of = products(index, f"{mlp}.gate_up_proj")
-            gated = of.linear_gelu_mul if is_gelu else of.linear_silu_mul
+            gated = partial(of.linear_gated_mul, is_gelu=is_gelu)
             down = products(index, f"{mlp}.down_proj").linear
         layer = DecoderLayer(
             rotary=full if window is None else local,

@@ -115,46 +115,30 @@ def linear(
     return plain.linear(x, _restored(codes), bias)
 
 
-def linear_silu_mul(
-    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None
+def linear_gated_mul(
+    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None, *, is_gelu: bool = False
 ) -> torch.Tensor:
-    """Return silu_mul(linear(x, codes, bias)), of kernels.ops.linear and this file.
+    """Return gated_mul(linear(x, codes, bias)), of kernels.ops.linear and this file.
 
     Args:
         x: as linear's.
         codes: N / 2 rows of gate, a multiple of 16, and then as many of up, as linear's.
         bias: [N] bfloat16, or None.
+        is_gelu: as gated_mul's.
 
     Returns:
         A new tensor [..., N / 2] bfloat16.
     """
-    _check_linear("linear_silu_mul", x, codes, bias, is_gated=True)
+    _check_linear("linear_gated_mul", x, codes, bias, is_gated=True)
     if not x.is_cuda:
-        return ref.linear_silu_mul(x, codes, bias)
+        return ref.linear_gated_mul(x, codes, bias, is_gelu=is_gelu)
     if _is_small(x):
-        return _gated(x, codes, bias, is_gelu=False)
-    return plain.linear_silu_mul(x, _restored(codes), bias)
+        from kernels.cuda import products
 
-
-def linear_gelu_mul(
-    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return gelu_mul(linear(x, codes, bias)), of kernels.ops.linear and this file.
-
-    Args:
-        x: as linear's.
-        codes: N / 2 rows of gate, a multiple of 16, and then as many of up, as linear's.
-        bias: [N] bfloat16, or None.
-
-    Returns:
-        A new tensor [..., N / 2] bfloat16.
-    """
-    _check_linear("linear_gelu_mul", x, codes, bias, is_gated=True)
-    if not x.is_cuda:
-        return ref.linear_gelu_mul(x, codes, bias)
-    if _is_small(x):
-        return _gated(x, codes, bias, is_gelu=True)
-    return plain.linear_gelu_mul(x, _restored(codes), bias)
+        rows = x.reshape(-1, x.shape[-1])
+        out = products.linear(rows, codes, bias, is_gated=True, is_gelu=is_gelu)
+        return out.view(*x.shape[:-1], -1)
+    return plain.linear_gated_mul(x, _restored(codes), bias, is_gelu=is_gelu)
 
 
 def kernels_of(
@@ -207,17 +191,6 @@ def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> 
         rows: torch.Tensor = cuda.rows(codes, ids_T)
         return rows if scale is None else rows.mul_(torch.tensor(scale, dtype=rows.dtype).item())
     return ref.embedding(ids_T, codes, scale)
-
-
-def _gated(
-    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, *, is_gelu: bool
-) -> torch.Tensor:
-    """Return a gated product of few tokens on a GPU."""
-    from kernels.cuda import products
-
-    rows = x.reshape(-1, x.shape[-1])
-    out = products.linear(rows, codes, bias, is_gated=True, is_gelu=is_gelu)
-    return out.view(*x.shape[:-1], -1)
 
 
 def _restored(codes: Codes) -> torch.Tensor:

@@ -63,10 +63,14 @@ def linear(
     return small_linear.linear(rows, weight, bias, counters).view(*x.shape[:-1], -1)
 
 
-def linear_silu_mul(
-    x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
+def linear_gated_mul(
+    x: torch.Tensor,
+    weight_2FD: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gelu: bool = False,
 ) -> torch.Tensor:
-    """Return silu_mul(linear(x, weight, bias)), in one kernel where linear has its own.
+    """Return gated_mul(linear(x, weight, bias)), in one kernel where linear has its own.
 
     The product is rounded before the activation, as linear rounds it. What linear says of batches
     and of the weight's place holds here too.
@@ -75,43 +79,30 @@ def linear_silu_mul(
         x: [..., D], as linear's.
         weight_2FD: F rows of gate and then F of up, as linear's.
         bias: [2F], dtype of x, or None.
+        is_gelu: as gated_mul's.
 
     Returns:
         A new tensor [..., F], dtype of x.
     """
-    rows = _gated_rows("linear_silu_mul", x, weight_2FD, bias)
-    if rows is not None:
-        return _few_gated(rows, weight_2FD, bias, is_gelu=False).view(*x.shape[:-1], -1)
-    product = ref.linear(x, weight_2FD, bias)
-    if product.dim() == 2:
-        return silu_mul(product)
-    gated = silu_mul(product.reshape(-1, product.shape[-1]))
-    return gated.view(*x.shape[:-1], gated.shape[-1])
+    name = "linear_gated_mul"
+    _check_linear(name, x, weight_2FD, bias)
+    if weight_2FD.shape[0] % 2:
+        got = f"{weight_2FD.shape[0]}"
+        raise KernelArgumentError(f"{name}.weight", "an even number of rows", got)
+    if not _is_small(x, weight_2FD):
+        product = ref.linear(x, weight_2FD, bias)
+        gated = gated_mul(product.reshape(-1, product.shape[-1]), is_gelu=is_gelu)
+        return gated.view(*x.shape[:-1], gated.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    if _fills_tiles(rows, weight_2FD, is_gated=True):
+        from kernels.cuda import products
 
+        gated = products.linear(rows, weight_2FD, bias, is_gated=True, is_gelu=is_gelu)
+    else:
+        from kernels.triton import small_linear
 
-def linear_gelu_mul(
-    x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return gelu_mul(linear(x, weight, bias)), in one kernel where linear has its own.
-
-    All else is as linear_silu_mul says.
-
-    Args:
-        x: [..., D], as linear's.
-        weight_2FD: F rows of gate and then F of up, as linear's.
-        bias: [2F], dtype of x, or None.
-
-    Returns:
-        A new tensor [..., F], dtype of x.
-    """
-    rows = _gated_rows("linear_gelu_mul", x, weight_2FD, bias)
-    if rows is not None:
-        return _few_gated(rows, weight_2FD, bias, is_gelu=True).view(*x.shape[:-1], -1)
-    product = ref.linear(x, weight_2FD, bias)
-    if product.dim() == 2:
-        return gelu_mul(product)
-    gated = gelu_mul(product.reshape(-1, product.shape[-1]))
-    return gated.view(*x.shape[:-1], gated.shape[-1])
+        gated = small_linear.linear_gated_mul(rows, weight_2FD, bias, is_gelu=is_gelu)
+    return gated.view(*x.shape[:-1], -1)
 
 
 def kernels_of(
@@ -142,38 +133,22 @@ def kernels_of(
     return found
 
 
-def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up of a fused projection, rounding once.
+def gated_mul(gate_up_T2F: torch.Tensor, *, is_gelu: bool = False) -> torch.Tensor:
+    """Return act(gate) * up of a fused projection, rounding once.
 
     Args:
         gate_up_T2F: [T, 2F], F columns of gate and then F of up, stride 1 in the last dimension.
+        is_gelu: act is gelu, approximated by tanh; else silu.
 
     Returns:
         A new contiguous tensor [T, F], dtype of the argument.
     """
-    _check_gate_up("silu_mul", gate_up_T2F)
+    _check_gate_up("gated_mul", gate_up_T2F)
     if gate_up_T2F.is_cuda:
         from kernels.triton import activation
 
-        return activation.silu_mul(gate_up_T2F)
-    return ref.silu_mul(gate_up_T2F)
-
-
-def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Return gelu(gate) * up of a fused projection, gelu approximated by tanh, rounding once.
-
-    Args:
-        gate_up_T2F: as silu_mul's.
-
-    Returns:
-        A new contiguous tensor [T, F], dtype of the argument.
-    """
-    _check_gate_up("gelu_mul", gate_up_T2F)
-    if gate_up_T2F.is_cuda:
-        from kernels.triton import activation
-
-        return activation.gelu_mul(gate_up_T2F)
-    return ref.gelu_mul(gate_up_T2F)
+        return activation.gated_mul(gate_up_T2F, is_gelu=is_gelu)
+    return ref.gated_mul(gate_up_T2F, is_gelu=is_gelu)
 
 
 def embedding(
@@ -194,30 +169,6 @@ def embedding(
     check_float("embedding.table", table_VD)
     check_tensor("embedding.ids", ids_T, (None,), torch.int64, table_VD.device)
     return ref.embedding(ids_T, table_VD, scale)
-
-
-def _gated_rows(
-    name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Check a gated product; return its tokens as rows where the kernel for few tokens runs."""
-    _check_linear(name, x, weight, bias)
-    if weight.shape[0] % 2:
-        raise KernelArgumentError(f"{name}.weight", "an even number of rows", f"{weight.shape[0]}")
-    return x.reshape(-1, x.shape[-1]) if _is_small(x, weight) else None
-
-
-def _few_gated(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_gelu: bool
-) -> torch.Tensor:
-    """Return a gated product of few tokens on a GPU."""
-    if _fills_tiles(rows, weight, is_gated=True):
-        from kernels.cuda import products
-
-        return products.linear(rows, weight, bias, is_gated=True, is_gelu=is_gelu)
-    from kernels.triton import small_linear
-
-    gated = small_linear.linear_gelu_mul if is_gelu else small_linear.linear_silu_mul
-    return gated(rows, weight, bias)
 
 
 def _fills_tiles(rows: torch.Tensor, weight: torch.Tensor, *, is_gated: bool = False) -> bool:

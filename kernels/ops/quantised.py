@@ -127,36 +127,40 @@ def linear(
     return quantised.linear(inputs, weight, bias, counters).view(*x.shape[:-1], -1)
 
 
-def linear_silu_mul(
-    x: torch.Tensor, weight: ref.Weight, bias: torch.Tensor | None = None
+def linear_gated_mul(
+    x: torch.Tensor, weight: ref.Weight, bias: torch.Tensor | None = None, *, is_gelu: bool = False
 ) -> torch.Tensor:
-    """Return silu_mul(linear(x, weight, bias)), of kernels.ops.linear and this file.
+    """Return gated_mul(linear(x, weight, bias)), of kernels.ops.linear and this file.
 
     Args:
         x: as linear's.
         weight: N / 2 rows of gate and then as many of up, as linear's.
         bias: [N], dtype of x, or None.
+        is_gelu: as gated_mul's.
 
     Returns:
         A new tensor [..., N / 2], dtype of x.
     """
-    return _gated("linear_silu_mul", x, weight, bias, is_gelu=False)
+    name = "linear_gated_mul"
+    _check_linear(name, x, weight, bias)
+    if weight.shape[0] % 2:
+        raise KernelArgumentError(f"{name}.weight", "an even number of rows", f"{weight.shape[0]}")
+    if isinstance(weight, Quantised) and x.is_cuda and _is_small(x):
+        inputs = x.reshape(-1, x.shape[-1])
+        if weight.columns is not None:
+            inputs = inputs.index_select(-1, weight.columns)
+        if _fills_tiles(weight, is_gated=True):
+            from kernels.cuda import products
 
+            found = products.linear(inputs, weight, bias, is_gated=True, is_gelu=is_gelu)
+            return found.view(*x.shape[:-1], -1)
+        from kernels.triton import quantised
 
-def linear_gelu_mul(
-    x: torch.Tensor, weight: ref.Weight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return gelu_mul(linear(x, weight, bias)), of kernels.ops.linear and this file.
-
-    Args:
-        x: as linear's.
-        weight: N / 2 rows of gate and then as many of up, as linear's.
-        bias: [N], dtype of x, or None.
-
-    Returns:
-        A new tensor [..., N / 2], dtype of x.
-    """
-    return _gated("linear_gelu_mul", x, weight, bias, is_gelu=True)
+        found = quantised.linear(inputs, weight, bias, None, is_gated=True, is_gelu=is_gelu)
+        return found.view(*x.shape[:-1], -1)
+    product = linear(x, weight, bias)
+    found = plain.gated_mul(product.reshape(-1, product.shape[-1]), is_gelu=is_gelu)
+    return found.view(*x.shape[:-1], found.shape[-1])
 
 
 def embedding(ids_T: torch.Tensor, weight: Quantised, scale: float | None = None) -> torch.Tensor:
@@ -213,31 +217,6 @@ def kernels_of(
     if found and max_tokens > MAX_SMALL_TOKENS:
         found.add(cuda.restore_kernel(loader, is_half=dtype == torch.float16))
     return found
-
-
-def _gated(
-    name: str, x: torch.Tensor, weight: ref.Weight, bias: torch.Tensor | None, *, is_gelu: bool
-) -> torch.Tensor:
-    _check_linear(name, x, weight, bias)
-    if weight.shape[0] % 2:
-        raise KernelArgumentError(f"{name}.weight", "an even number of rows", f"{weight.shape[0]}")
-    if isinstance(weight, Quantised) and x.is_cuda and _is_small(x):
-        inputs = x.reshape(-1, x.shape[-1])
-        if weight.columns is not None:
-            inputs = inputs.index_select(-1, weight.columns)
-        if _fills_tiles(weight, is_gated=True):
-            from kernels.cuda import products
-
-            found = products.linear(inputs, weight, bias, is_gated=True, is_gelu=is_gelu)
-            return found.view(*x.shape[:-1], -1)
-        from kernels.triton import quantised
-
-        found = quantised.linear(inputs, weight, bias, None, is_gated=True, is_gelu=is_gelu)
-        return found.view(*x.shape[:-1], -1)
-    product = linear(x, weight, bias)
-    of_rows = plain.gelu_mul if is_gelu else plain.silu_mul
-    found = of_rows(product.reshape(-1, product.shape[-1]))
-    return found.view(*x.shape[:-1], found.shape[-1])
 
 
 def _joined(x: torch.Tensor, weight: Joined, workspace: DecodeWorkspace | None) -> torch.Tensor:

@@ -169,18 +169,11 @@ def linear(x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None) -> t
     return plain.linear(x, restore(codes), bias)
 
 
-def linear_silu_mul(
-    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None
+def linear_gated_mul(
+    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None, *, is_gelu: bool = False
 ) -> torch.Tensor:
-    """Twin of kernels.ops.codes.linear_silu_mul."""
-    return plain.linear_silu_mul(x, restore(codes), bias)
-
-
-def linear_gelu_mul(
-    x: torch.Tensor, codes: Codes, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Twin of kernels.ops.codes.linear_gelu_mul."""
-    return plain.linear_gelu_mul(x, restore(codes), bias)
+    """Twin of kernels.ops.codes.linear_gated_mul."""
+    return plain.linear_gated_mul(x, restore(codes), bias, is_gelu=is_gelu)
 
 
 def embedding(ids_T: torch.Tensor, codes: Codes, scale: float | None = None) -> torch.Tensor:

@@ -51,7 +51,7 @@ def experts_products(
     """Twin of kernels.ops.experts.experts_products."""
     rows, down_rows, top_k = 2 * w2.shape[1], x_TD.shape[1], slots_Tk.shape[1]
     slots, out = slots_Tk.reshape(-1), out_TkD.view(-1, down_rows)
-    gated = linear.gelu_mul if is_gelu else linear.silu_mul
+    gated = partial(linear.gated_mul, is_gelu=is_gelu)
     if clamp is not None:
         gated = partial(_clamped_swiglu, clamp=clamp)
     bias13, bias2 = (None, None) if biases is None else biases

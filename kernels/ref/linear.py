@@ -4,17 +4,11 @@ import torch
 from torch.nn import functional
 
 
-def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Twin of kernels.ops.linear.silu_mul."""
-    gate, up = gate_up_T2F.chunk(2, dim=-1)
-    return (functional.silu(gate.float()) * up.float()).to(gate_up_T2F.dtype)
-
-
-def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Twin of kernels.ops.linear.gelu_mul."""
-    gate, up = gate_up_T2F.chunk(2, dim=-1)
-    gated = functional.gelu(gate.float(), approximate="tanh")
-    return (gated * up.float()).to(gate_up_T2F.dtype)
+def gated_mul(gate_up_T2F: torch.Tensor, *, is_gelu: bool = False) -> torch.Tensor:
+    """Twin of kernels.ops.linear.gated_mul."""
+    gate, up = gate_up_T2F.float().chunk(2, dim=-1)
+    gated = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
+    return (gated * up).to(gate_up_T2F.dtype)
 
 
 def embedding(
@@ -32,19 +26,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return functional.linear(x, weight, bias)
 
 
-def linear_silu_mul(
-    x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
+def linear_gated_mul(
+    x: torch.Tensor,
+    weight_2FD: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gelu: bool = False,
 ) -> torch.Tensor:
-    """Twin of kernels.ops.linear.linear_silu_mul."""
+    """Twin of kernels.ops.linear.linear_gated_mul."""
     product = linear(x, weight_2FD, bias)
-    gated = silu_mul(product.reshape(-1, product.shape[-1]))
-    return gated.view(*x.shape[:-1], gated.shape[-1])
-
-
-def linear_gelu_mul(
-    x: torch.Tensor, weight_2FD: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Twin of kernels.ops.linear.linear_gelu_mul."""
-    product = linear(x, weight_2FD, bias)
-    gated = gelu_mul(product.reshape(-1, product.shape[-1]))
+    gated = gated_mul(product.reshape(-1, product.shape[-1]), is_gelu=is_gelu)
     return gated.view(*x.shape[:-1], gated.shape[-1])

@@ -195,21 +195,12 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     return plain.linear(x, restore(weight, weight.scratch), bias)
 
 
-def linear_silu_mul(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+def linear_gated_mul(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, is_gelu: bool = False
 ) -> torch.Tensor:
-    """Twin of kernels.ops.quantised.linear_silu_mul."""
+    """Twin of kernels.ops.quantised.linear_gated_mul."""
     product = linear(x, weight, bias)
-    gated = plain.silu_mul(product.reshape(-1, product.shape[-1]))
-    return gated.view(*x.shape[:-1], gated.shape[-1])
-
-
-def linear_gelu_mul(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Twin of kernels.ops.quantised.linear_gelu_mul."""
-    product = linear(x, weight, bias)
-    gated = plain.gelu_mul(product.reshape(-1, product.shape[-1]))
+    gated = plain.gated_mul(product.reshape(-1, product.shape[-1]), is_gelu=is_gelu)
     return gated.view(*x.shape[:-1], gated.shape[-1])
 
 

@@ -50,17 +50,8 @@ def _launcher(size: int, device: torch.device, *, is_gelu: bool) -> Launcher:
     return Launcher(_gated_kernel, device, **constants, num_warps=4)
 
 
-def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Launch kernels.ops.linear.silu_mul."""
-    return _launch(gate_up_T2F, is_gelu=False)
-
-
-def gelu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Launch kernels.ops.linear.gelu_mul."""
-    return _launch(gate_up_T2F, is_gelu=True)
-
-
-def _launch(gate_up_T2F: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
+def gated_mul(gate_up_T2F: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
+    """Launch kernels.ops.linear.gated_mul."""
     num_rows, width = gate_up_T2F.shape
     size = width // 2
     out = gate_up_T2F.new_empty((num_rows, size))

@@ -134,22 +134,13 @@ def linear(
     return launch(x_TK, weight_NK, bias, counters, tile, is_gated=False)
 
 
-def linear_silu_mul(
-    x_TK: torch.Tensor, weight_2FK: torch.Tensor, bias: torch.Tensor | None
+def linear_gated_mul(
+    x_TK: torch.Tensor, weight_2FK: torch.Tensor, bias: torch.Tensor | None, *, is_gelu: bool
 ) -> torch.Tensor:
-    """Launch kernels.ops.linear.linear_silu_mul for few tokens."""
+    """Launch kernels.ops.linear.linear_gated_mul for few tokens."""
     num_tokens, size_in = x_TK.shape
     tile = linear_tile(num_tokens, weight_2FK.shape[0], size_in, is_gated=True)
-    return launch(x_TK, weight_2FK, bias, None, tile, is_gated=True)
-
-
-def linear_gelu_mul(
-    x_TK: torch.Tensor, weight_2FK: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Launch kernels.ops.linear.linear_gelu_mul for few tokens."""
-    num_tokens, size_in = x_TK.shape
-    tile = linear_tile(num_tokens, weight_2FK.shape[0], size_in, is_gated=True)
-    return launch(x_TK, weight_2FK, bias, None, tile, is_gated=True, is_gelu=True)
+    return launch(x_TK, weight_2FK, bias, None, tile, is_gated=True, is_gelu=is_gelu)
 
 
 def launch(

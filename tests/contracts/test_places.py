@@ -118,7 +118,7 @@ class Negated(PackedFormat):
 
     def products(self, ops):
         """Return the product that turns them back."""
-        return Products(ops.linear.linear_negated, *[None] * 3)
+        return Products(ops.linear.linear_negated, *[None] * 2)
 
 
 class _Negating(Packing):
@@ -137,7 +137,7 @@ class _Negating(Packing):
         "def linear_negated(x, weight, bias=None, **keywords):\n"
         "    return linear(x, -weight, bias, **keywords)\n\n\n"
     )
-    copy.edit("format", "kernels/ops/linear.py", (r"^(def linear_silu_mul)", rf"{product}\1"))
+    copy.edit("format", "kernels/ops/linear.py", (r"^(def linear_gated_mul)", rf"{product}\1"))
 
 
 def add_part(copy: Copy) -> None:

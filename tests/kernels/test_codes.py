@@ -223,22 +223,25 @@ def test_shapes_that_fill_no_tiles_are_refused():
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("name", ["linear", "linear_silu_mul", "linear_gelu_mul"])
-def test_door_gives_the_bits_of_the_plain_operator(name, has_bias):
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("linear", {}), ("linear_gated_mul", {}), ("linear_gated_mul", {"is_gelu": True})],
+    ids=["linear", "silu", "gelu"],
+)
+def test_door_gives_the_bits_of_the_plain_operator(name, how, has_bias):
     weight, bias = normal((96, 128), 1), normal((96,), 2) if has_bias else None
     packed = codes.pack(weight)
     for shape in ((1, 128), (40, 128), (2, 3, 128), (0, 128)):
         x = normal(shape, 3)
-        expected = getattr(linear, name)(x, weight, bias)
-        assert torch.equal(getattr(codes, name)(x, packed, bias), expected)
+        expected = getattr(linear, name)(x, weight, bias, **how)
+        assert torch.equal(getattr(codes, name)(x, packed, bias, **how), expected)
 
 
 def test_gates_that_end_within_a_tile_are_refused():
     packed, x = codes.pack(normal((48, 64))), normal((3, 64))
     assert codes.linear(x, packed).shape == (3, 48)
-    for gated in (codes.linear_silu_mul, codes.linear_gelu_mul):
-        with pytest.raises(KernelArgumentError, match=r"codes: expected a multiple of 32 rows"):
-            gated(x, packed)
+    with pytest.raises(KernelArgumentError, match=r"codes: expected a multiple of 32 rows"):
+        codes.linear_gated_mul(x, packed)
 
 
 def test_control_a_wrong_escape_changes_the_product():

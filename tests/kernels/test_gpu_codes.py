@@ -38,9 +38,9 @@ def test_products_have_the_bits_of_plain_weights(shape, rng):
             found = codes.linear(x, packed, each)
             assert torch.equal(found, linear.linear(x, weight, each)), tokens
             assert torch.equal(found, codes.linear(x, packed, each))
-        assert torch.equal(codes.linear_silu_mul(x, packed), linear.linear_silu_mul(x, weight))
-        gelu = codes.linear_gelu_mul(x, packed, bias)
-        assert torch.equal(gelu, linear.linear_gelu_mul(x, weight, bias))
+        assert torch.equal(codes.linear_gated_mul(x, packed), linear.linear_gated_mul(x, weight))
+        gelu = codes.linear_gated_mul(x, packed, bias, is_gelu=True)
+        assert torch.equal(gelu, linear.linear_gated_mul(x, weight, bias, is_gelu=True))
 
 
 def test_many_tokens_restore_into_the_scratch(rng):
@@ -52,9 +52,9 @@ def test_many_tokens_restore_into_the_scratch(rng):
     assert torch.equal(codes.linear(x, packed), linear.linear(x, weight))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = codes.linear_silu_mul(x, packed)
+    out = codes.linear_gated_mul(x, packed)
     assert torch.cuda.max_memory_allocated() - before < weight.nbytes
-    assert torch.equal(out, linear.linear_silu_mul(x, weight))
+    assert torch.equal(out, linear.linear_gated_mul(x, weight))
     assert torch.equal(packed.scratch, weight)
     assert codes.pack(weight).with_scratch(memory[:100]).scratch is None
 

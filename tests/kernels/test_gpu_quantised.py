@@ -63,10 +63,11 @@ def test_products_have_the_bits_of_restored_weights(case, dtype, rng):
             x = randn((tokens, num_columns), dtype, rng)
             found = quantised.linear(x, weight, bias, workspace=workspace)
             assert torch.equal(found, linear.linear(x, plain, bias)), (shape, tokens)
-            gated = quantised.linear_silu_mul(x, weight)
-            assert torch.equal(gated, linear.linear_silu_mul(x, plain)), (shape, tokens)
-            gated = quantised.linear_gelu_mul(x, weight, bias)
-            assert torch.equal(gated, linear.linear_gelu_mul(x, plain, bias)), (shape, tokens)
+            gated = quantised.linear_gated_mul(x, weight)
+            assert torch.equal(gated, linear.linear_gated_mul(x, plain)), (shape, tokens)
+            gated = quantised.linear_gated_mul(x, weight, bias, is_gelu=True)
+            expected = linear.linear_gated_mul(x, plain, bias, is_gelu=True)
+            assert torch.equal(gated, expected), (shape, tokens)
 
 
 @pytest.mark.parametrize("dtype", [BF16, HALF], ids=str)

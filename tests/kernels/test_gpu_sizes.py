@@ -262,6 +262,6 @@ def test_one_compiled_variant_serves_every_batch(rng):
     assert len(counts) == 1
 
 
-def test_silu_mul(dtype, rng):
+def test_gated_mul(dtype, rng):
     gate_up = randn((2048, 2 * 14336), dtype, rng)
-    assert_close(linear.silu_mul(gate_up), ref_linear.silu_mul(gate_up), ROUNDED_ONCE)
+    assert_close(linear.gated_mul(gate_up), ref_linear.gated_mul(gate_up), ROUNDED_ONCE)

@@ -153,9 +153,9 @@ def test_gated_kernel_matches_twin(case, tokens, half, rng):
     weight = make(case, 2 * 40, 256, half, rng)
     bias = randn((80,), half, rng)
     out = kernel.linear(x, weight, bias, None, is_gated=True)
-    assert_close(out, ref.linear_silu_mul(x, weight, bias), PRODUCT)
+    assert_close(out, ref.linear_gated_mul(x, weight, bias), PRODUCT)
     out = kernel.linear(x, weight, None, None, is_gated=True, is_gelu=True)
-    assert_close(out, ref.linear_gelu_mul(x, weight), PRODUCT)
+    assert_close(out, ref.linear_gated_mul(x, weight, is_gelu=True), PRODUCT)
 
 
 @pytest.mark.thorough
@@ -179,12 +179,9 @@ def test_door_multiplies_with_the_restored_weight(rng):
         inputs = x if weight.columns is None else x[:, weight.columns]
         whole = quantised.restore(weight)
         assert_close(quantised.linear(x, weight, bias), plain.linear(inputs, whole, bias), PRODUCT)
-        assert_close(
-            quantised.linear_silu_mul(x, weight), plain.linear_silu_mul(inputs, whole), PRODUCT
-        )
-        assert_close(
-            quantised.linear_gelu_mul(x, weight), plain.linear_gelu_mul(inputs, whole), PRODUCT
-        )
+        for is_gelu in (False, True):
+            gated = quantised.linear_gated_mul(x, weight, is_gelu=is_gelu)
+            assert_close(gated, plain.linear_gated_mul(inputs, whole, is_gelu=is_gelu), PRODUCT)
 
 
 def test_door_joins_matrices_of_any_kind(rng):
@@ -195,7 +192,8 @@ def test_door_joins_matrices_of_any_kind(rng):
     out = quantised.linear(x, Joined(tuple(parts)), bias)
     assert torch.equal(out, torch.cat(expected, -1) + bias)
     product = quantised.linear(x, Joined(tuple(parts)))
-    assert torch.equal(quantised.linear_silu_mul(x, Joined(tuple(parts))), plain.silu_mul(product))
+    gated = quantised.linear_gated_mul(x, Joined(tuple(parts)))
+    assert torch.equal(gated, plain.gated_mul(product))
 
 
 def test_scratch_holds_the_restored_weight(rng):
@@ -225,7 +223,7 @@ def test_door_refuses(rng):
     with pytest.raises(KernelArgumentError, match=r"linear\.bias: expected shape \(15\)"):
         quantised.linear(torch.zeros(2, 256).bfloat16(), weight, torch.zeros(3).bfloat16())
     with pytest.raises(KernelArgumentError, match="an even number of rows, got 15"):
-        quantised.linear_silu_mul(torch.zeros(2, 256).bfloat16(), weight)
+        quantised.linear_gated_mul(torch.zeros(2, 256).bfloat16(), weight)
     with pytest.raises(KernelArgumentError, match=r"restore\.out"):
         quantised.restore(weight, torch.zeros(15, 255).bfloat16())
 
