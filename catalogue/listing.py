@@ -30,12 +30,7 @@ def source_text(model: Model) -> str:
 
 
 def model_lines(model: Model, folder: ModelFolder) -> list[str]:
-    """Return what is known of a model of the catalogue, a line for each fact.
-
-    Args:
-        model: which.
-        folder: as `describe` gives it.
-    """
+    """Return what is known of a model of the catalogue, a line for each fact."""
     found = state(model)
     rows = [
         ("model", model.name),

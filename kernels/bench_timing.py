@@ -127,12 +127,7 @@ def median_ms(run: Run, repeats: int = REPEATS) -> float:
 
 
 def measure_rates(device: torch.device, *, in_place: bool = True) -> dict[str, float]:
-    """Return GB/s of copies within the card's memory, and of reads of pinned host memory in place.
-
-    Args:
-        device: the card.
-        in_place: measure the second one too.
-    """
+    """Return GB/s of copies within the card's memory, and of in-place reads of pinned memory."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     rates = {"copy": 2 * COPY_BYTES / median_ms(lambda: target.copy_(source)) / 1e6}

@@ -158,9 +158,6 @@ def memlock_room(proc: Path = Path("/proc")) -> int | None:
 
     Whether registering memory with a device counts against the limit is the driver's choice; ask
     the device.
-
-    Args:
-        proc: Where this process's status is found.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:

@@ -485,12 +485,7 @@ def checkpoint_identity(folder: Path) -> str:
 
 
 def copy_folder(copies: Path, checkpoint: Path) -> Path:
-    """Return the folder of a checkpoint's copy in codes.
-
-    Args:
-        copies: Holds those of all checkpoints.
-        checkpoint: The folder of its files.
-    """
+    """Return the folder of a checkpoint's copy in codes."""
     whole = checkpoint.resolve()
     digest = hashlib.blake2b(str(whole).encode(), digest_size=6).hexdigest()
     return copies / f"{whole.name}-{digest}"

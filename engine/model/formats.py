@@ -84,12 +84,7 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def row_parts(self, start: int, stop: int) -> Iterator[tuple[ParamSpec, int, int]]:
-        """Yield what some rows are of each parameter, and where in these rows it starts and stops.
-
-        Args:
-            start: The first row.
-            stop: The row after the last.
-        """
+        """Yield what rows start to stop - 1 are of each parameter, and where in these it is."""
         begin = 0
         for part in self.parts:
             end = begin + part.shape[0]
@@ -179,11 +174,7 @@ class Format(ABC):
 
     @abstractmethod
     def products(self, ops: Operators) -> Products:
-        """Return its products; asked for once, when built.
-
-        Args:
-            ops: Modules of kernels.ops.
-        """
+        """Return its products; asked for once, when built."""
 
     def row_bytes(self, tensor: TensorSpec) -> int:
         """Bytes that one row is read from."""
@@ -373,11 +364,7 @@ class TensorFormats:
         return max((self[each.name].token_elements(each) for each in restored), default=0)
 
     def unpacking_bytes(self, tensors: Iterable[TensorSpec]) -> tuple[int, int]:
-        """Return the GPU memory that arrays of a checkpoint are brought to, and that beside it.
-
-        Args:
-            tensors: Tensors of the model.
-        """
+        """Return the GPU memory that arrays of a checkpoint are brought to, and that beside it."""
         known: dict[tuple[object, ...], tuple[int, int, int]] = {}
         found = [(0, 0, 0)]
         for tensor, form in self.unpacked(tensors):
@@ -415,11 +402,7 @@ class TensorFormats:
         return max(largest, min(PACK_BATCH_BYTES, total))
 
     def packing_bytes(self, tensors: Iterable[TensorSpec]) -> int:
-        """GPU memory that packing takes beside the tensors' places.
-
-        Args:
-            tensors: Tensors of the model.
-        """
+        """GPU memory that packing takes beside the tensors' places."""
         every = list(tensors)
         packed = self.packed(every)
         scratch = (form.scratch_bytes(tensor) for tensor, form in packed)

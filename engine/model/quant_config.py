@@ -39,10 +39,6 @@ def _refused(text: str) -> CheckpointError:
 def read_quantization(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the content of `spec.quantization` from that of a config.json; empty: all is plain.
 
-    Args:
-        config: The content of config.json.
-        dtype: dtype of the model.
-
     Raises:
         CheckpointError: The checkpoint is quantised in a way that is not supported.
     """

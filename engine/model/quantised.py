@@ -414,12 +414,7 @@ INTERLEAVED: Final = "gate_up_proj"
 
 
 def interleaved(tensors: Iterable[TensorSpec], dtype: str) -> dict[str, Format]:
-    """Return the formats of plain experts of a checkpoint that has gates and ups in turn.
-
-    Args:
-        tensors: Tensors of the model.
-        dtype: What the engine computes in.
-    """
+    """Return the formats of plain experts of a checkpoint that has gates and ups in turn."""
     found: dict[str, Format] = {}
     for tensor in tensors:
         if tensor.num_experts and len(tensor.shape) == 2:

@@ -45,8 +45,7 @@ from engine.asked.keywords import NOT_SUPPORTED
 from engine.asked.offload import OffloadWarning
 from engine.errors import ConfigError, closest, did_you_mean
 from engine.sealed import describe_type, key_types, unit_hint, without_null
-from harness.config.chosen import check_chosen
-from harness.config.command import key_of
+from harness.config.command import check_chosen, key_of
 from harness.config.engine import check_settings
 from harness.config.launchers import BASIC, check_launcher
 from harness.config.schema import GROUPS, RunConfig

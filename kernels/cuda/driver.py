@@ -51,11 +51,7 @@ class Kernel:
     least_blocks: int = 1
 
     def options(self, capability: tuple[int, int]) -> list[str]:
-        """Return the compiler's options.
-
-        Args:
-            capability: of the card.
-        """
+        """Return the compiler's options."""
         suffix = "a" if capability[0] == HOPPER else ""
         options = [
             f"--gpu-architecture=sm_{capability[0]}{capability[1]}{suffix}",
@@ -68,9 +64,6 @@ class Kernel:
 
     def keep(self, device: torch.device) -> None:
         """Compile it for a device, unless it is kept on disk.
-
-        Args:
-            device: any.
 
         Raises:
             CudaError: as kept.
@@ -267,11 +260,7 @@ def launch(
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a device.
-
-    Args:
-        device: any; (0, 0) of a CPU.
-    """
+    """Return the compute capability of a device; (0, 0) of a CPU."""
     return _capability(device) if device.type == "cuda" else (0, 0)
 
 
@@ -282,11 +271,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def max_shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a block may have.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Return the shared memory that a block may have."""
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 

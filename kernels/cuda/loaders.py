@@ -77,11 +77,7 @@ def quantised(
 
 
 def loader_of(weight: Quantised) -> Loader:
-    """Return the loader of a quantised weight.
-
-    Args:
-        weight: of whole tiles.
-    """
+    """Return the loader of a quantised weight."""
     found: Loader | None = weight.launches.get("loader")
     if found is None:
         has = frozenset(name for name in _ARRAYS if getattr(weight, name) is not None)

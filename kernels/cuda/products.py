@@ -47,12 +47,7 @@ class Card:
     is_hopper: bool
 
     def resident(self, shared_bytes: int, num_warps: int) -> int:
-        """Return how many blocks a multiprocessor holds.
-
-        Args:
-            shared_bytes: of a block.
-            num_warps: of a block.
-        """
+        """Return how many blocks a multiprocessor holds."""
         by_memory = (self.shared_bytes + _RESERVED_BYTES) // (shared_bytes + _RESERVED_BYTES)
         return max(1, min(by_memory, _MOST_WARPS // num_warps))
 
@@ -90,11 +85,7 @@ class Tile:
         return self.sharing * (64 if self.is_wide else 16 * self.rows)
 
     def steps(self, loader: Loader) -> int:
-        """Return how many steps are multiplied between two waits.
-
-        Args:
-            loader: of the weight.
-        """
+        """Return how many steps are multiplied between two waits."""
         if self.is_wide or self.num_tiles > 2 or loader.steps == 1:
             return 1
         is_deep = self.num_tiles == 1 and self.stages >= 8 and self.stages % 4 == 0
@@ -213,13 +204,7 @@ def tile_of(
 
 
 def _splits(num_tiles: int, tiles: int, card: Card) -> int:
-    """Return the shares of the inputs of a product that is not wide.
-
-    Args:
-        num_tiles: of 8 tokens.
-        tiles: of 16 rows.
-        card: where it runs.
-    """
+    """Return the shares of the inputs of a product that is not wide."""
     few, some = (500, 10**9) if num_tiles <= 2 else (_FEW_TILES, _SOME_TILES)
     has_room = card.shared_bytes >= _LARGE_SHARED_BYTES
     return 8 if tiles <= few and has_room else 4 if tiles <= some else 2
@@ -234,13 +219,6 @@ def _deep_tile(
     ahead as there is room for, so that they arrive while earlier kernels run. Tokens of more than
     one tile are more bytes than the weights: few blocks of many warps read them. Few rows are left
     to each block where blocks are few.
-
-    Args:
-        num_tiles: of 8 tokens.
-        num_rows: as tile_of's.
-        card: as tile_of's.
-        is_gated: as tile_of's.
-        loader: as tile_of's.
     """
     splits, result_rows = _splits(num_tiles, num_rows // 16, card), num_rows
     sharing, rows = (2, 1) if num_tiles == 1 else (3, 2, 1), 1

@@ -16,12 +16,7 @@ _ROWS: Final = Kernel("rows", 128)
 
 
 def restore_kernel(loader: Loader, *, is_half: bool = False) -> Kernel:
-    """Return the kernel that restores weights.
-
-    Args:
-        loader: of the weights.
-        is_half: whether they are float16, else bfloat16.
-    """
+    """Return the kernel that restores weights."""
     name = f"restore<{loader.expression}>"
     return Kernel(name, 32 * _RESTORE_WARPS, is_half, starts_early=False)
 

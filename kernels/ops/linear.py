@@ -179,12 +179,7 @@ def _fills_tiles(rows: torch.Tensor, weight: torch.Tensor, *, is_gated: bool = F
 
 
 def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether a product runs in the kernel for few tokens.
-
-    Args:
-        x: [..., in].
-        weight: [out, in].
-    """
+    """Tell whether a product runs in the kernel for few tokens."""
     if not x.is_cuda or x.dtype == torch.float32 or weight.numel() == 0:
         return False
     num_tokens = x.numel() // x.shape[-1]
@@ -195,12 +190,6 @@ def _check_linear(
     name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     """Raise unless the arguments of a product agree with each other.
-
-    Args:
-        name: the operator's name.
-        x: [..., in].
-        weight: [out, in].
-        bias: [out] or None.
 
     Raises:
         KernelArgumentError: naming the first argument that does not fit.
@@ -217,10 +206,6 @@ def _check_linear(
 
 def _check_gate_up(name: str, gate_up_T2F: torch.Tensor) -> None:
     """Raise unless a tensor can be split into gates and ups.
-
-    Args:
-        name: the operator's name.
-        gate_up_T2F: [T, 2F].
 
     Raises:
         KernelArgumentError: naming what does not fit.

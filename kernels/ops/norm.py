@@ -64,11 +64,7 @@ def add_rms_norm(
     Returns:
         A new contiguous tensor [T, D], dtype of x.
     """
-    check_float("add_rms_norm.x", x)
-    check_dims("add_rms_norm.x", x, "TD")
-    check_stride("add_rms_norm.x", x)
-    check_tensor("add_rms_norm.residual", residual, x.shape, x.dtype, x.device)
-    check_tensor("add_rms_norm.weight", weight, (x.shape[1],), x.dtype, x.device)
+    _check_added("add_rms_norm", x, residual, weight)
     if x.is_cuda:
         from kernels.triton import norm
 
@@ -92,14 +88,19 @@ def rms_norm_add_(
         eps: added to the mean square.
         offset: added to the weight, in float32.
     """
-    check_float("rms_norm_add_.x", x)
-    check_dims("rms_norm_add_.x", x, "TD")
-    check_stride("rms_norm_add_.x", x)
-    check_tensor("rms_norm_add_.residual", residual, x.shape, x.dtype, x.device)
-    check_tensor("rms_norm_add_.weight", weight, (x.shape[1],), x.dtype, x.device)
+    _check_added("rms_norm_add_", x, residual, weight)
     if x.is_cuda:
         from kernels.triton import norm
 
         norm.rms_norm_add_(x, residual, weight, eps, offset)
         return
     ref.rms_norm_add_(x, residual, weight, eps, offset)
+
+
+def _check_added(name: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise unless the arguments of a norm beside a sum agree with each other."""
+    check_float(f"{name}.x", x)
+    check_dims(f"{name}.x", x, "TD")
+    check_stride(f"{name}.x", x)
+    check_tensor(f"{name}.residual", residual, x.shape, x.dtype, x.device)
+    check_tensor(f"{name}.weight", weight, (x.shape[1],), x.dtype, x.device)

@@ -76,11 +76,7 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """Return OVERLAPS and the mode of a launch, as keyword arguments.
-
-    Args:
-        device: where the kernel runs.
-    """
+    """Return OVERLAPS and the mode of a launch, as keyword arguments."""
     if can_overlap(device):
         return {"OVERLAPS": True, "launch_pdl": True}
     return {"OVERLAPS": False}

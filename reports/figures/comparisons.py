@@ -390,11 +390,7 @@ def write_plan_figure(folder: Path, out: Path | None = None) -> Path:
 
 
 def plan_figure(rows: Sequence[PlanRow]) -> Drawing:
-    """Draw a bar for each way to place the weights of each point; a cross where it does not fit.
-
-    Args:
-        rows: lines of the CSV.
-    """
+    """Draw a bar for each way to place the weights of each point; a cross where it does not fit."""
     colours = THEMES["light"]
     every = list(dict.fromkeys(row["point"] for row in rows))
     points, left_out = every[:MOST_POINTS], len(every) - MOST_POINTS

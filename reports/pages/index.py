@@ -67,9 +67,6 @@ def write_index(home: Path) -> Path:
     Records are read, reports are linked where they exist and never drawn: a thousand runs take a
     few seconds. Links are relative, so that the page works from a file and in a copy of the home.
 
-    Args:
-        home: the folder that holds FOLDERS.
-
     Raises:
         RecordError: there is no such folder.
         OSError: the page cannot be written.

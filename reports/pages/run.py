@@ -63,12 +63,7 @@ FAR_PCT: Final = 15
 
 
 def run_page(record: RunRecord, links: Sequence[Link] = ()) -> Page:
-    """Return the page of one record; figures that have no data are named and simply not drawn.
-
-    Args:
-        record: of the run.
-        links: to what lies beside the page.
-    """
+    """Return the page of one record; figures that have no data are named and simply not drawn."""
     sections = (
         failed_section(record),
         predicted_section(record),
