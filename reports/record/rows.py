@@ -194,20 +194,3 @@ def request_rows(path: Path) -> Iterator[dict[str, Any]]:
     """
     for row in spool_rows(path):
         yield {name: row.get(name) for name in REQUEST_COLUMNS}
-
-
-def read_requests(folder: Path) -> list[dict[str, Any]]:
-    """Return the requests of a run's folder in the order in which they ended; none: empty.
-
-    Raises:
-        ImportError: there is a Parquet file and no pyarrow.
-        OSError: a file cannot be read.
-        ValueError: the Parquet file is broken.
-    """
-    parquet, spool = folder / REQUESTS_PARQUET, folder / REQUESTS_SPOOL
-    if parquet.is_file():
-        import pyarrow.parquet as pq  # noqa: PLC0415  takes a third of a second
-
-        rows: list[dict[str, Any]] = pq.read_table(parquet).to_pylist()
-        return rows
-    return list(request_rows(spool)) if spool.is_file() else []

@@ -7,16 +7,24 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from harness.config.schema import FakeScript
 from harness.config.serve import Arrivals, Lengths, Objectives
 from harness.work.request_log import RequestLog, write_parquet
 from harness.work.times import RequestTimes
-from reports.record.rows import REQUEST_COLUMNS, REQUESTS_PARQUET, REQUESTS_SPOOL, read_requests
+from reports.record.rows import REQUEST_COLUMNS, REQUESTS_PARQUET, REQUESTS_SPOOL, request_rows
 from tests.harness.systems.fake.cases import job, latency, run, served, throughput
 
 pytestmark = pytest.mark.usefixtures("clock_start_s")
+
+
+def read_requests(folder):
+    """The requests of a run's folder in the order in which they ended."""
+    if (folder / REQUESTS_PARQUET).is_file():
+        return pq.read_table(folder / REQUESTS_PARQUET).to_pylist()
+    return list(request_rows(folder / REQUESTS_SPOOL))
 
 
 def close_to(value):
