@@ -7,7 +7,7 @@ results.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -637,9 +637,12 @@ class PrefillPart:
         is_last: whether out is written; the other parts write the state.
         state: for at least T queries; carried from part to part, and free after the last one. Read
             by no other call in between.
+        tiers: where the blocks with keys of the part lie. If all lie in one tier, no key costs a
+            look where its block lies; the bits are the same.
     """
 
     begin_key: int
     end_key: int
     is_last: bool
     state: PrefillState
+    tiers: Literal["cache", "host", "both"] = "both"

@@ -384,10 +384,11 @@ def staging_blocks(block_bytes: int) -> int:
     return max(1, STAGING_BYTES // block_bytes)
 
 
-NUM_STAGES: Final = 3
+NUM_STAGES: Final = 4
 """Stage buffers, which pieces of a sequence's keys are copied into."""
-STAGE_BYTES: Final = 64 * 2**20 // NUM_STAGES
-"""What one of them holds of one layer at most, unless a tile of keys is more."""
+STAGE_BYTES: Final = 64 * 2**20 // 3
+"""What one of them holds of one layer at most, unless a tile of keys is more. Smaller ones
+would make more pieces, each of which takes the host time to launch."""
 STAGE_SHARE: Final = 1 / 8 / NUM_STAGES
 """Share of the GPU's room for KV that one of them takes at most; likewise."""
 _SLOT_BYTES: Final = 16

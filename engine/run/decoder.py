@@ -284,6 +284,10 @@ class Decoder:
                 max_query_len=batch.max_prefill_tokens,
                 workspace=self.prefill_workspace,
             )
+        for decode in batch.ahead if host is not None else ():
+            assert self.stages is not None
+            own = slice(decode.row, decode.row + 1)
+            self.stages.decode(index, _part(step, own, own, host), decode, self.workspace)
         for row, staged in enumerate(batch.staged, start=batch.num_rows):
             call = _part(step, slice(staged.first, staged.stop), slice(row, row + 1))
             if host is not None:
@@ -296,10 +300,6 @@ class Decoder:
                     max_query_len=staged.stop - staged.first,
                     workspace=self.prefill_workspace,
                 )
-        for decode in batch.ahead if host is not None else ():
-            assert self.stages is not None
-            own = slice(decode.row, decode.row + 1)
-            self.stages.decode(index, _part(step, own, own, host), decode, self.workspace)
 
     def _mlp(self, batch: Batch, weights: Weights, index: int, hidden: Tensor) -> Tensor:
         if self.layers[index].router is None:

@@ -325,7 +325,8 @@ class DeviceExecutor:
         if batches.tiered is None:
             return
         self._run(batches.padding_unknown(reads_host=True))
-        self._run(batches.padding_staged(batches.tiered))
+        for is_mixed in (False, True):  # pieces with blocks of both tiers have their own kernel
+            self._run(batches.padding_staged(batches.tiered, is_mixed=is_mixed))
         if batches.tiered.copies_ahead:
             self._run(batches.padding_ahead())
         batches.forget_tables()

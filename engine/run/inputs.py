@@ -394,20 +394,19 @@ class TieredInputs:
             pieces = with_runs(pieces, host_ids, self._least_run)
         return self._part(inputs, row, first, item.start, item.num_tokens, host_ids, pieces)
 
-    def padding(self, inputs: StepInputs, num_tokens: int, num_keys: int) -> StagedPrefill:
+    def padding(self, inputs: StepInputs, tokens: int, keys: int, is_mixed: bool) -> StagedPrefill:
         """Return the same for tokens of padding in row 0, with a piece for each PIECE_KEYS keys."""
         each = min(PIECE_KEYS // self.block_size, self.stage_blocks, self.width)
-        table = np.zeros(-(-num_keys // self.block_size), dtype=np.int64)
+        count = -(-keys // self.block_size)
         pieces = []
-        for begin in range(0, num_keys, PIECE_KEYS):
-            part = table[begin // self.block_size :][:each]
-            part[:] = self._slots(len(part))
-            end = min(num_keys, begin + PIECE_KEYS)
-            pieces.append(PrefillPiece(begin, end, 0, len(part)))
-        inputs.set_staged_table(0, table)
+        for begin in range(0, keys, PIECE_KEYS):
+            num_hosts = min(each, count - begin // self.block_size)
+            end = min(keys, begin + PIECE_KEYS)
+            pieces.append(PrefillPiece(begin, end, 0, num_hosts, is_mixed))
+        # Every block lies in a stage, also of pieces that are said to have others.
+        inputs.set_staged_table(0, self.num_gpu + np.arange(count) % each)
         host_ids = np.arange(each)
-        start = num_keys - num_tokens
-        return self._part(inputs, 0, 0, start, num_tokens, host_ids, tuple(pieces))
+        return self._part(inputs, 0, 0, keys - tokens, tokens, host_ids, tuple(pieces))
 
     def _slots(self, count: int) -> np.ndarray:
         """Return the numbers of blocks in staging buffers, the same whichever piece stages one."""
@@ -758,7 +757,7 @@ class BatchBuilder:
         self.inputs.send(None)
         return batch
 
-    def padding_staged(self, tiered: TieredInputs) -> Batch:
+    def padding_staged(self, tiered: TieredInputs, *, is_mixed: bool) -> Batch:
         """Return a prompt of padding with keys in the host tier, in as many pieces as differ.
 
         Block tables name its blocks until `forget_tables`.
@@ -767,7 +766,7 @@ class BatchBuilder:
         count = min(2, longest)
         self._begin_padding(count, 1, longest)
         batch = self._batch(0, 0, wanted=[count - 1])
-        staged = tiered.padding(self.inputs, count, longest)
+        staged = tiered.padding(self.inputs, count, longest, is_mixed)
         self.inputs.send(None)
         return replace(batch, staged=(staged,))
 

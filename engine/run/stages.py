@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,9 +49,18 @@ class PrefillPiece:
     first_host: int
     """The first one, counted in the sequence's host blocks in order of position."""
     num_hosts: int
+    is_mixed: bool
+    """Whether other blocks with keys of it lie on the GPU, beside its host blocks."""
     runs: tuple[Run, ...] = ()
     """Its host blocks in order of position, cut where they are no neighbours; none: a kernel copies
     them."""
+
+    @property
+    def tiers(self) -> Literal["cache", "host", "both"]:
+        """Where its blocks lie once they are copied, as `PrefillPart` has it."""
+        if self.is_mixed:
+            return "both"
+        return "host" if self.num_hosts else "cache"
 
 
 def host_places(table: Sequence[int], num_tokens: int, block_size: int, num_gpu: int) -> np.ndarray:
@@ -93,7 +102,9 @@ def cut_pieces(
                 f"prefill: expected staging buffers of at least {-(-PIECE_KEYS // block_size)} "
                 f"blocks, got {stage_blocks}. This is a fault of the plan."
             )
-        pieces.append(PrefillPiece(begin, end, first, int(hosts[at]) - first))
+        num_hosts = int(hosts[at]) - first
+        is_mixed = 0 < num_hosts < -(-end // block_size) - begin // block_size
+        pieces.append(PrefillPiece(begin, end, first, num_hosts, is_mixed))
         begin = end
     return tuple(pieces)
 
@@ -236,9 +247,10 @@ class Stages:
     The host blocks of one layer and one piece of the keys at a time go into one of a few buffers,
     which are used in turn, while the pieces before are attended to. Pieces of a layer follow those
     of the layer before, so that the first ones are copied while that still computes, unless the
-    step itself writes keys of one. Within a layer those of prefills come first: they take long to
-    attend to, and those of decodes are copied meanwhile. At most one piece a buffer lies before
-    weights that are copied ahead.
+    step itself writes keys of one. Within a layer those of decodes come first: they wait for no key
+    of the step, so all buffers are filled beside the layer before, and attending to them takes too
+    little time to copy others meanwhile. At most one piece a buffer lies before weights that are
+    copied ahead.
     """
 
     def __init__(self, plan: MemoryPlan, spec: ModelSpec, device: Device, cache: KVCache) -> None:
@@ -282,7 +294,7 @@ class Stages:
     def prefill(self, layer: int, call: AttentionCall, staged: StagedPrefill) -> None:
         """Attend from a sequence's queries to its keys in both tiers, its own already written.
 
-        Calls are for layers in order, within a layer for prefills, then for decodes in the order of
+        Calls are for layers in order, within a layer for decodes, then for prefills in the order of
         `begin_step`.
 
         Stream: enqueued on the current stream; copies run beside it and are joined.
@@ -295,6 +307,7 @@ class Stages:
                 piece.end_key,
                 is_last=piece is staged.pieces[-1],
                 state=self._state,
+                tiers=piece.tiers,
             )
             attention.paged_prefill_part(
                 replace(call, host=host),
@@ -302,6 +315,7 @@ class Stages:
                 part,
                 max_query_len=staged.stop - staged.first,
             )
+        self._fill(layer)  # beside what follows, into the last piece's buffer too
 
     def decode(
         self, layer: int, call: AttentionCall, decode: AheadDecode, workspace: DecodeWorkspace
@@ -319,20 +333,21 @@ class Stages:
             )
             own = replace(call, host=self._take(layer)) if piece.runs else call
             attention.paged_decode_part(own, part)
+        self._fill(layer)
 
     def _copies(
         self, staged: Sequence[StagedPrefill], ahead: Sequence[AheadDecode]
     ) -> Iterator[_Copy]:
         """Yield the copies of a step in the order in which they are taken."""
         for layer in self._cache.host_layers:
+            for decode in ahead:
+                for runs in (piece.runs for piece in decode.pieces if piece.runs):
+                    yield _Copy(layer, False, partial(self._copy_runs, layer, runs, 0))
             for prefill in staged:
                 for piece in prefill.pieces:
                     if piece.num_hosts:
                         is_new = piece.end_key > prefill.start
                         yield _Copy(layer, is_new, partial(self._stage, layer, prefill, piece))
-            for decode in ahead:
-                for runs in (piece.runs for piece in decode.pieces if piece.runs):
-                    yield _Copy(layer, False, partial(self._copy_runs, layer, runs, 0))
 
     def _take(self, layer: int) -> HostCache:
         """Return the buffer of the next piece, and start copies of those behind it."""

@@ -621,7 +621,7 @@ class Scheduler:
             if new and (reason := new[-1].finish_reason) is not None:
                 self.finish(item.sequence, reason, new[-1].stop_reason)
             events += new
-        self._sharing.note(plan.step, plan.decodes)
+        self._sharing.note(plan)
         self.prepare()
         return events
 

@@ -12,7 +12,7 @@ from engine.kv.sequences import BlockGroups
 from engine.plan import host_times
 from engine.plan.sizes import NO_LIMIT
 from engine.schedule.admission import Admission
-from engine.schedule.step import ScheduledSequence, Stand
+from engine.schedule.step import Stand, StepPlan
 
 SPARE_PARTS = 8
 """Long sequences take GPU blocks that became free once they are one in so many of the room."""
@@ -32,13 +32,13 @@ class Sharing:
       of their last turns. A turn has as many tokens as make its moves cheap.
 
     Short ones have their blocks on the GPU: long ones give theirs for it. Where both decode, steps
-    of short ones alone come between, so that those keep a share of the time. Long ones decode in
-    every step that computes a prompt of a long one.
+    of short ones alone come between, so that those keep a share of the time. Long ones whose turn
+    it is decode in every step that computes a prompt of a long one, and turns pass on meanwhile.
 
     So the bounds are: a short one decodes in every step. Of n long ones each decodes once in n
-    turns, each of at most MOST_TURN tokens, and in its turn once in MOST_SKIPPED + 1 steps
-    (engine/plan/host_times.py). That is while both tiers hold what runs, and but for steps of
-    moves.
+    turns, also after its first token, each of at most MOST_TURN tokens, and in its turn once in
+    MOST_SKIPPED + 1 steps (engine/plan/host_times.py). That is while both tiers hold what runs, and
+    but for steps of moves.
 
     Decisions are made for a step that is planned with none in force, as blocks change.
     """
@@ -53,7 +53,8 @@ class Sharing:
         self._until = (0, 0)
         """Tokens of output and step at which it is to be decided again."""
         self._turns: dict[int, int] = {}
-        """By seq_id the number of the last turn; of one that had none, the newest as it came."""
+        """By seq_id the number of the last turn; of one that had none, the newest but one when it
+        came: it goes before the one that had the turn then."""
         self._num_turns = 0
         self._skips = 0
         self._next_step = 0
@@ -122,29 +123,25 @@ class Sharing:
         next_step = step + self._skips if is_ahead else self._next_step
         if has_short and not computes_long and step < next_step:
             return [s for s in stands if s.sequence.seq_id not in ids]
-        if self._holder is None:
-            return stands
-        return [
-            s
-            for s in stands
-            if s.sequence is self._holder or not s.is_decode or s.sequence.seq_id not in ids
-        ]
+        # Those whose prompt has just ended wait for the decision: most of their blocks may lie in
+        # the host tier.
+        who = self._known if self._holder is None else (self._holder.seq_id,)
+        others = ids.difference(who) if who else set[int]()
+        return [s for s in stands if not s.is_decode or s.sequence.seq_id not in others]
 
     @property
     def awaits_moves(self) -> bool:
         """Whether the one whose turn it is waits for its blocks."""
         return self._holder is not None and self._holder.status is SequenceStatus.LOADING
 
-    def note(self, step: int, decodes: SequenceOf[ScheduledSequence]) -> None:
-        """Note which sequences decoded in a step that ran."""
-        limit = self._groups.long_tokens
-        if limit == NO_LIMIT:
+    def note(self, plan: StepPlan) -> None:
+        """Note which sequences got tokens in a step that ran."""
+        if self._groups.long_tokens == NO_LIMIT:
             return
-        longs = [s.sequence for s in decodes if s.sequence.num_tokens > limit]
-        if not longs:
-            return
-        self._next_step = step + 1 + self._skips
-        for sequence in longs:
+        step = plan.step
+        if self.longs([item.sequence for item in plan.decodes]):
+            self._next_step = step + 1 + self._skips
+        for sequence in self.longs([item.sequence for item in plan.sampling]):
             waited = step - self._last_steps.get(sequence.seq_id, step)
             self.most_waited_steps = max(self.most_waited_steps, waited)
             if not sequence.is_finished:
@@ -222,7 +219,7 @@ class Sharing:
         for seq_id in self._turns.keys() - {s.seq_id for s in ready}:
             del self._turns[seq_id]
         for sequence in ready:
-            self._turns.setdefault(sequence.seq_id, self._num_turns)
+            self._turns.setdefault(sequence.seq_id, self._num_turns - 1)
         here = [s for s in ready if s.status is SequenceStatus.RUNNING]
         if not here:
             self._known = ()

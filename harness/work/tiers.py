@@ -397,8 +397,8 @@ def measure_together(tiers: Tiers, work: TiersScenario) -> Figures:
         walls.append(times.token_times_s[-1] - times.submit_s)
     tiers.llm.reset_cache()
     tiers.mark()
-    begin_s = tiers.clock()
     *prompts, last = tiers.prompts(count, total - output, "together")
+    begin_s = tiers.clock()
     sent = [tiers.send(prompt, output) for prompt in prompts]
     _run_until(tiers, sent, num_tokens=1)
     times = tiers.send(last, output)

@@ -123,10 +123,14 @@ def _launch(
     group = num_heads // num_kv_heads
     # Without a part, and without a split, these are not read.
     host_k, host_v = (k_cache, v_cache) if call.host is None else (call.host.k, call.host.v)
-    state, bounds = (out, out, out), (0, 0, 1)
+    state, bounds, first_block = (out, out, out), (0, 0, 1), k_cache.shape[0]
     if part is not None:
         state = part.state.row_max, part.state.row_sum, part.state.acc
         bounds = part.begin_key, part.end_key, int(part.is_last)
+        if part.tiers == "cache":
+            first_block = 0
+        elif part.tiers == "host":
+            k_cache, v_cache = host_k, host_v
     partial, logsumexp, num_parts, grid_parts = out, out, 1, 1
     if split is not None:
         partial, logsumexp = split.partial, split.logsumexp
@@ -141,6 +145,7 @@ def _launch(
         tile,
         *at,
         is_part=part is not None,
+        is_tiered=part is not None and part.tiers == "both",
         is_split=split is not None,
         has_sinks=has_sinks,
     )
@@ -160,7 +165,7 @@ def _launch(
         ),
         (block_tables_SM, query_starts_S1, seq_lens_S),
         (
-            k_cache.shape[0],
+            first_block,
             *bounds,
             num_parts,
             grid_parts,
@@ -219,6 +224,7 @@ def _launcher(
     device: torch.device,
     *,
     is_part: bool,
+    is_tiered: bool,
     is_split: bool,
     has_sinks: bool,
 ) -> Launcher:
@@ -236,6 +242,7 @@ def _launcher(
         SPLIT=split_keys,
         FILLING=_FILLING_WARPS // tile.num_warps,
         IS_PART=is_part,
+        TIERED=is_tiered,
         IS_SPLIT=is_split,
         HAS_SINKS=has_sinks,
         num_warps=tile.num_warps,
@@ -337,6 +344,7 @@ def _prefill_kernel(
     SPLIT: tl.constexpr,
     FILLING: tl.constexpr,
     IS_PART: tl.constexpr,
+    TIERED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -345,6 +353,8 @@ def _prefill_kernel(
 
     With IS_PART the parts are one call each, and go on from the state; with IS_SPLIT they are
     programs of one call, and leave partial results unless one part holds all of a tile's keys.
+    Blocks of a part from num_blocks on lie in the stage with TIERED; without it the number of the
+    cache's first block is num_blocks.
     """
     place = tl.program_id(2)
     split_part = 0
@@ -412,6 +422,9 @@ def _prefill_kernel(
     if IS_PART:
         stage_k_start += kv_head * stride_k_head
         stage_v_start += kv_head * stride_v_head
+        if not TIERED:  # where block 0 would lie
+            k_start -= num_blocks.to(tl.int64) * stride_k_block
+            v_start -= num_blocks.to(tl.int64) * stride_v_block
         # Rows of padding go on from where the last query is, for whom they stand.
         own_tokens = (query_start + tl.minimum(tokens, num_queries - 1)).to(tl.int64)
         state_rows = own_tokens * (tl.num_programs(1) * G) + heads
@@ -461,7 +474,7 @@ def _prefill_kernel(
             P=P,
             KEYS=KEYS,
             WINDOW=WINDOW,
-            IS_PART=IS_PART,
+            TIERED=TIERED,
             IS_MASKED=True,
             IS_SPLIT=IS_SPLIT,
         )
@@ -492,7 +505,7 @@ def _prefill_kernel(
         P=P,
         KEYS=KEYS,
         WINDOW=WINDOW,
-        IS_PART=IS_PART,
+        TIERED=TIERED,
         IS_MASKED=False,
         IS_SPLIT=IS_SPLIT,
     )
@@ -523,7 +536,7 @@ def _prefill_kernel(
         P=P,
         KEYS=KEYS,
         WINDOW=WINDOW,
-        IS_PART=IS_PART,
+        TIERED=TIERED,
         IS_MASKED=True,
         IS_SPLIT=IS_SPLIT,
     )
@@ -594,29 +607,30 @@ def _attend_tiles(
     P: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
-    IS_PART: tl.constexpr,
+    TIERED: tl.constexpr,
     IS_MASKED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
     """Go over keys begin to end - 1 from a multiple of KEYS on; return acc, row_max, row_sum.
 
-    Without IS_MASKED end is a multiple of KEYS too, and every row sees all keys. With IS_PART
+    Without IS_MASKED end is a multiple of KEYS too, and every row sees all keys. With TIERED
     blocks from num_blocks on lie in the stage. With IS_SPLIT a row may see none of the keys.
     """
     columns = tl.arange(0, H_PADDED)
     is_column = columns < H
     for first_key in range(begin, end, KEYS):
         keys = first_key + tl.arange(0, KEYS)
+        places = keys.to(tl.uint32)  # divided by a shift, as none is negative
         if IS_MASKED:
             is_key = keys < end
             if WINDOW > 0:
                 is_key = is_key & (keys >= first_seen)
-            block = tl.load(table + keys // P, mask=is_key, other=0).to(tl.int64)
+            block = tl.load(table + places // P, mask=is_key, other=0).to(tl.int64)
             mask = is_key[:, None] & is_column[None, :]
         else:
-            block = tl.load(table + keys // P).to(tl.int64)
+            block = tl.load(table + places // P).to(tl.int64)
             mask = is_column[None, :]
-        offset = keys % P
+        offset = places % P
         k_blocks = block_starts(
             k_start,
             stage_k_start,
@@ -624,7 +638,7 @@ def _attend_tiles(
             num_blocks,
             stride_k_block,
             stride_stage_k_block,
-            TIERED=IS_PART,
+            TIERED=TIERED,
         )
         v_blocks = block_starts(
             v_start,
@@ -633,7 +647,7 @@ def _attend_tiles(
             num_blocks,
             stride_v_block,
             stride_stage_v_block,
-            TIERED=IS_PART,
+            TIERED=TIERED,
         )
         k_rows = k_blocks + offset * stride_k_token
         v_rows = v_blocks + offset * stride_v_token

@@ -113,19 +113,20 @@ def test_decode_over_two_tiers_allocates_nothing(rng, beside):
 
 @MAIN_DTYPES
 @pytest.mark.parametrize("window", [None, 900])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_parts_give_the_bits_of_one_pass(heads, window, dtype, rng):
+def test_parts_give_the_bits_of_one_pass(heads, share, window, dtype, rng):
     num_heads, num_kv_heads, head_size = heads
     case = (*heads, 16, window, [(300, 2000), (64, 64)], [256, 1024, 1152, 2000])
     cache = paged_cache([2000, 64], num_kv_heads, head_size, 16, dtype, rng)
     q = randn((370, num_heads, head_size), dtype, rng)
     starts = torch.tensor([0, 300, 364], dtype=torch.int32, device=rng.device)
     drawn = (cache, q, starts, {"window": window, "scale": head_size**-0.5})
-    out = in_parts(kernel_part, case, *drawn, rng)
+    out = in_parts(kernel_part, case, *drawn, rng, share=share)
     assert torch.equal(out, whole(kernel_whole, *drawn))
 
 
-def test_one_compiled_variant_serves_every_part_and_either_tier(rng, beside):
+def test_few_compiled_variants_serve_every_part_and_either_tier(rng, beside):
     from kernels.triton import decode_attention, prefill_attention
 
     def variants():
@@ -138,8 +139,10 @@ def test_one_compiled_variant_serves_every_part_and_either_tier(rng, beside):
     starts = torch.tensor([0, 40], dtype=torch.int32, device=rng.device)
     drawn = (cache, q, starts, {"window": None, "scale": 0.1})
     counts = set()
+    for share in (0.5, 1.0):  # one for parts of both tiers, one for those of either
+        in_parts(kernel_part, case, *drawn, rng, share=share)
     for num_gpu, ends in ((3, [600]), (16, [128, 600]), (20, [256, 512, 600]), (1, [384, 600])):
-        in_parts(kernel_part, (*case[:-1], ends), *drawn, rng)
+        in_parts(kernel_part, (*case[:-1], ends), *drawn, rng, share=num_gpu / 20)
         k, v, host = in_tiers(cache, num_gpu, beside)
         tables = cache.block_tables, cache.seq_lens
         flat(attention.paged_decode_attention)(

@@ -64,19 +64,26 @@ PARTS = {"kernel": kernel_part, "twin": flat(ref.paged_prefill_part)}
 
 
 def staged(tables, num_gpu, host, begin, end, rng):
-    """Copy the host blocks of keys begin to end - 1 to a stage; return it and the part's tables."""
+    """Copy the host blocks of keys begin to end - 1 to a stage.
+
+    Returns:
+        The stage, the part's tables, and where their blocks lie.
+    """
     block_size = host.k.shape[2]
     part = torch.full_like(tables, NO_BLOCK)
     columns = slice(begin // block_size, -(-end // block_size))
     part[:, columns] = tables[:, columns]
     is_host = (part >= num_gpu) & (part != NO_BLOCK)
+    tiers = "both" if is_host.any() else "cache"
+    if not (part < num_gpu).any():
+        tiers = "host"
     ids = part[is_host].long() - num_gpu
     slots = torch.randperm(len(ids) + 2, generator=rng, device=rng.device)[: len(ids)]
     shape = (len(ids) + 2, 2, *host.k.shape[1:])
     stage = torch.full(shape, torch.nan, dtype=host.k.dtype, device=rng.device)
     stage[slots, 0], stage[slots, 1] = host.k[ids], host.v[ids]
     part[is_host] = (num_gpu + slots).to(torch.int32)
-    return HostCache(stage[:, 0], stage[:, 1]), part
+    return HostCache(stage[:, 0], stage[:, 1]), part, tiers
 
 
 def in_parts(attend, case, cache, q, starts, options, rng, *, share=0.5, spoil=None):
@@ -90,12 +97,12 @@ def in_parts(attend, case, cache, q, starts, options, rng, *, share=0.5, spoil=N
     tables, begin = cache.block_tables, 0
     tables = torch.where(tables < len(cache.storage), tables, torch.tensor(NO_BLOCK))
     for end in case[-1]:
-        stage, part = staged(tables, num_gpu, host, begin, end, rng)
+        stage, part, tiers = staged(tables, num_gpu, host, begin, end, rng)
         if spoil is not None:
             spoil(begin, state, stage)
         attend(
             q, k, v, part, starts, cache.seq_lens, **options, host=stage, begin_key=begin,
-            end_key=end, state=state, is_last=end == case[-1][-1], out=out,
+            end_key=end, state=state, is_last=end == case[-1][-1], tiers=tiers, out=out,
         )  # fmt: skip
         begin = end
     assert out[int(starts[-1]) :].isnan().all()
@@ -120,10 +127,18 @@ def test_parts_give_the_bits_of_one_pass(case, name, dtype, rng):
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_all_blocks_may_be_staged_or_none(share, rng):
-    drawn = draw(CASES[0], torch.float32, rng)
-    out = in_parts(kernel_part, CASES[0], *drawn, rng, share=share)
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_all_blocks_may_be_staged_or_none(case, share, rng):
+    drawn = draw(case, torch.float32, rng)
+    seen = set()
+
+    def attend(*arguments, **options):
+        seen.add(options["tiers"])
+        kernel_part(*arguments, **options)
+
+    out = in_parts(attend, case, *drawn, rng, share=share)
     assert torch.equal(out, whole(kernel_whole, *drawn))
+    assert ("cache" if share else "host") in seen
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -140,7 +140,7 @@ def test_stages_and_numbers_of_moves_are_counted_where_they_are_needed() -> None
     assert long.host_kv is not None
     layer_bytes, state_bytes = 64 * 1024, 2048 * 32 * (128 + 2) * 4
     buffers = NUM_STAGES * long.host_kv.stage_blocks * layer_bytes
-    assert 63 * MIB <= buffers <= 64 * MIB
+    assert 85 * MIB <= buffers <= 86 * MIB
     assert buffers + state_bytes <= long.gpu_items["kv_stages"] < buffers + state_bytes + MIB
     # Decodes of up to 8 sequences have a second graph where they read host blocks in place.
     assert gpu.gpu_items["graphs"] == parked.gpu_items["graphs"]

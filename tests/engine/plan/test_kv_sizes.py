@@ -150,6 +150,8 @@ def test_figures_of_a_plan_with_three_groups(monkeypatch: pytest.MonkeyPatch) ->
     assert exact.kv.pools == plan.kv.blocks(256)
     more = need + 3 * sum(plan.kv.block_bytes)
     assert plan_mixed((fixed + more) / GIB, gpu_memory_utilization=1.0).kv.pools == (19, 12, 8)
+    # One layer more in the first group: what it has in the host tier exceeds the stage buffers.
+    monkeypatch.setattr(ModelSpec, "windows", (None, 32, None, 32, 32, 300, 96, None))
     few = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
     plan = plan_mixed(**few)
     fixed = plan.gpu_total_bytes - plan.gpu_items["kv_cache"]

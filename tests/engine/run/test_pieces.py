@@ -36,6 +36,8 @@ def test_pieces_cover_every_key_once(hosts, block_size, lack, more):
         blocks = range(piece.begin_key // block_size, -(-piece.end_key // block_size))
         assert mine.tolist() == [block for block in blocks if hosts[block]]
         assert piece.num_hosts <= stage
+        tiers = {"host" if hosts[block] else "cache" for block in blocks}
+        assert piece.tiers == ("both" if len(tiers) > 1 else min(tiers))
     # No two neighbours would fit into one but for the first, which stages nothing if it can.
     for one, two in pairwise(pieces[1:]):
         assert one.num_hosts + two.num_hosts > stage or two.end_key - one.begin_key <= PIECE_KEYS

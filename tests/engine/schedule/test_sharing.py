@@ -225,6 +225,50 @@ def test_a_prompt_of_a_long_one_stops_no_decodes():
     world.end()
 
 
+def test_turns_pass_on_while_a_prompt_of_another_long_one_is_computed(monkeypatch):
+    monkeypatch.setattr(host_times, "LEAST_TURN", 3)
+    monkeypatch.setattr(host_times, "MOST_TURN", 3)
+    world = world_of(max_len=500)
+    longs = [long(world, max_tokens=90) for _ in range(2)]
+    run(world, lambda: decodes(*longs))
+    other = long(world, 5.0)
+    while not other.num_computed:
+        step(world)
+    gaps, most, begun = [0, 0], 0, [s.num_output_tokens for s in longs]
+    while not other.num_output_tokens:
+        before = [s.num_output_tokens for s in longs]
+        step(world)
+        gains = [s.num_output_tokens - n for s, n in zip(longs, before, strict=True)]
+        assert sum(gains) <= 1
+        gaps = [0 if gain else gap + 1 for gap, gain in zip(gaps, gains, strict=True)]
+        most = max(most, *gaps)
+    assert all(s.num_output_tokens > n for s, n in zip(longs, begun, strict=True))
+    assert most <= 3 + 1 + 2 * 2  # the other's turn, its moves, and those back
+    run(world)
+    world.end()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_one_whose_prompt_has_just_ended_waits_for_its_turn(count):
+    world = world_of()
+    longs = [long(world) for _ in range(count)]
+    last, most = {}, 0
+    for number in range(3000):
+        if not world.scheduler.has_unfinished:
+            break
+        before = [s.num_output_tokens for s in longs]
+        step(world)
+        gained = [s for s, n in zip(longs, before, strict=True) if s.num_output_tokens > n]
+        assert sum(s.num_output_tokens > 1 for s in gained) <= 1  # decodes
+        for s in gained:
+            most = max(most, number - last.get(s.seq_id, number))
+            last[s.seq_id] = number
+    found = world.scheduler.kv_stats()["long_waited_steps"]
+    assert most - 2 * count <= found <= most  # calls in which all waited for moves ran no step
+    assert most > (count - 1) * 16
+    world.end()
+
+
 def test_short_ones_pass_a_long_one_that_has_no_room_yet():
     world = world_of(num_in_place=60, read_rates=None)
     first = long(world, 3.0, max_tokens=60)
