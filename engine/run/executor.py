@@ -225,6 +225,8 @@ class DeviceExecutor:
     def settle(self) -> None:
         """Block until all that is enqueued is done, also of a launch that failed."""
         self.mark().wait()
+        if self._decoder.stages is not None:
+            self._decoder.stages.settle()
 
     def prepare(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> Batch:
         """Fill the input buffers and enqueue their upload, as `BatchBuilder.prepare`."""

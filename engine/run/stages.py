@@ -291,6 +291,10 @@ class Stages:
         self._ready.clear()
         self._fill(None)
 
+    def settle(self) -> None:
+        """Block until no copy is under way: those that a failed step left read its inputs."""
+        self._stream.wait(self._stream.record())
+
     def prefill(self, layer: int, call: AttentionCall, staged: StagedPrefill) -> None:
         """Attend from a sequence's queries to its keys in both tiers, its own already written.
 

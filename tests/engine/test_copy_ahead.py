@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams, build
-from engine.device.cpu import CPUDevice
+from engine.device.cpu import CPUDevice, LazyCopyStream
 from engine.plan.sizes import CopyAhead
 from tests.engine.conftest import TinyModels
 from tests.engine.tiers import ALWAYS, SIZES, TOGETHER, Alone, check_empty, tiers
@@ -219,4 +219,33 @@ def test_snapshots_and_stats_count_what_was_copied(
     assert stats["in_place_bytes"] == moved["kv_in_place_bytes"] > 0
     total = sum(moved.values()) + stats["staged_prefill_bytes"] + stats["moved"]["loaded_bytes"]
     assert llm.snapshot().link_kv_bytes == total
+    llm.close()
+
+
+def test_copies_that_a_failed_step_left_are_done_before_the_next_fills_its_inputs(
+    tiny: TinyModels, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read the numbers of their blocks there."""
+    folder = tiny.folder("llama", **SIZES)
+    expected = alone(folder, [LONG], NEW)
+    llm = open_ahead(monkeypatch, folder)
+    assert llm._engine is not None
+    stages = llm._engine.executor._decoder.stages
+    assert stages is not None
+    prefill, stream, left = stages.prefill, stages._stream, []
+    assert isinstance(stream, LazyCopyStream)
+
+    def fail_once(layer: int, *args: Any) -> None:
+        if stages._ready and layer and not left:
+            left.append(stream._enqueued - stream._done)
+            raise RuntimeError("tests say so")
+        prefill(layer, *args)
+
+    monkeypatch.setattr(stages, "prefill", fail_once)
+    with pytest.raises(RuntimeError, match="tests say so"):
+        greedy(llm, [LONG], NEW)
+    assert left[0] > 0
+    assert stream._enqueued == stream._done
+    assert greedy(llm, [LONG], NEW) == expected
+    check_empty(llm)
     llm.close()
