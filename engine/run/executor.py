@@ -319,9 +319,9 @@ class DeviceExecutor:
         few = () if plan.facts.emulated else (16, 32, MAX_SMALL_TOKENS)
         for size in sorted({num_tokens, *few}, reverse=True):
             self._run(batches.padding_prompts(min(size, plan.max_num_batched_tokens)))
-        if not plan.use_graphs:  # else each capture runs first; the head has a row a sequence
-            most = pad_batch(plan.max_num_seqs)
-            for size in sorted({min(size, most) for size in few}, reverse=True):
+        most = pad_batch(plan.max_num_seqs)
+        for size in sorted({min(size, most) for size in few}, reverse=True):
+            if not plan.is_captured(size):  # a capture runs first; the head has a row a sequence
                 self._run(batches.padding_decode(size))
         self._run(batches.padding_unknown(reads_host=False))
         if batches.tiered is None:

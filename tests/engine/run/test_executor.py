@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,3 +151,25 @@ def test_a_model_is_whole_on_its_only_rank() -> None:
     for rank, world_size in ((0, 2), (1, 2), (1, 1), (-1, 1), (0, 0)):
         with pytest.raises(ConfigError, match=f"got rank {rank} of {world_size}"):
             spec.shard(rank, world_size)
+
+
+@pytest.mark.parametrize(("first_eager", "expected"), [(1, [40, 32, 16]), (17, [40, 32]), (99, [])])
+def test_decodes_without_a_graph_run_before_the_first_request(first_eager, expected):
+    """On a GPU, where kernels for up to 16, 32 and 64 tokens differ."""
+    plan = SimpleNamespace(
+        facts=SimpleNamespace(emulated=False),
+        max_num_batched_tokens=128,
+        max_num_seqs=37,
+        use_graphs=first_eager > 1,
+        is_captured=lambda size: size < first_eager,
+    )
+    batches = SimpleNamespace(
+        padding_prompts=lambda size: None,
+        padding_decode=lambda size: size,
+        padding_unknown=lambda reads_host: None,
+        tiered=None,
+    )
+    executor, ran = DeviceExecutor.__new__(DeviceExecutor), []
+    executor._plan, executor._batches, executor._run = plan, batches, ran.append
+    executor.warm_up(128)
+    assert [batch for batch in ran if batch is not None] == expected
