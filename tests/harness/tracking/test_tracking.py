@@ -428,10 +428,11 @@ def test_the_server_runs_in_this_process_and_says_where_it_answers(tmp_path, mon
         def __init__(self, config):
             self.config = config
 
-        def run(self):
-            asyncio.run(self.startup())
+        def run(self, sockets):
+            asyncio.run(self.startup(sockets))
 
         async def startup(self, sockets=None):
+            assert sockets == [listener]
             assert os.environ["_MLFLOW_SERVER_FILE_STORE"] == "sqlite:///a.db"
 
     class Client:
@@ -451,8 +452,10 @@ def test_the_server_runs_in_this_process_and_says_where_it_answers(tmp_path, mon
         monkeypatch.setenv(name, os.environ.get(name, "false"))
     prepared = []
     monkeypatch.setattr(ui, "prepare_store", lambda *asked: prepared.append(asked))
-    ui.serve("sqlite:///a.db", tmp_path, "127.0.0.1", 5005, "tightfit")
+    with ui.listening("127.0.0.1", 0) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        ui.serve("sqlite:///a.db", tmp_path, listener, "tightfit")
     assert prepared == [("sqlite:///a.db", tmp_path, "tightfit")]
     said = capsys.readouterr().err
-    page = "http://127.0.0.1:5005/#/experiments/7/runs?workflowType=machine_learning&searchFilter="
+    page = f"{address}/#/experiments/7/runs?workflowType=machine_learning&searchFilter="
     assert f"MLflow answers: {page}\n" in said
