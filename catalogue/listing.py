@@ -18,7 +18,7 @@ def catalogue_table(models: Sequence[Model]) -> list[str]:
         size = f"{found.num_bytes / GIB:.2f}" if found.num_bytes else "-"
         weights = "-" if spec is None else f"{spec.num_parameters / 1e9:.2f}"
         rows.append((model.name, found.kind, size, weights, source_text(model)))
-    return columns(rows, left={0, 1, 4}, has_paths=True)
+    return columns(rows, left={0, 1, 4})
 
 
 def source_text(model: Model) -> str:

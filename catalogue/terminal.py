@@ -1,11 +1,13 @@
 """What the user sees: exit codes, errors, lines, tables as wide as their content."""
 
 import argparse
+import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, TextIO
 
 from engine.errors import ConfigError, did_you_mean
@@ -78,14 +80,34 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def say_error(error: BaseException | str, arguments: Collection[str]) -> None:
-    """Write an error to stderr; beside --json, which programs read, its lines are not wrapped."""
-    text = f"error: {error}"
+def say_error(
+    error: BaseException | str,
+    arguments: Collection[str],
+    code: int,
+    found: Mapping[str, Any] = MappingProxyType({}),
+) -> int:
+    """Write the error that ends a command to stderr; return the command's exit code.
+
+    With --json, which programs read, it is a document on stdout too, beside what was `found`
+    before, and its lines are not wrapped.
+    """
     if "--json" not in arguments:
-        say(text)
-        return
-    sys.stderr.write(f"{text}\n")
+        say(f"error: {error}")
+        return code
+    show_document({**found, **error_document(str(error), code)})
+    sys.stderr.write(f"error: {error}\n")
     sys.stderr.flush()
+    return code
+
+
+def error_document(message: str, code: int) -> dict[str, Any]:
+    """Return what --json prints of an error that ends a command."""
+    return {"kind": "error", "exit_code": code, "message": message}
+
+
+def show_document(document: Mapping[str, Any]) -> None:
+    """Write the document of a command with --json to stdout."""
+    show([json.dumps(document, indent=2)])
 
 
 def screen_lines(text: str, stream: TextIO) -> list[str]:

@@ -13,13 +13,12 @@ from statistics import median
 from typing import Any, Final
 
 from engine.asked.config import EngineConfig, ModelConfig
-from engine.asked.offload import OffloadWarning
+from engine.asked.offload import OffloadWarning, warn_caller
 from engine.asked.sampling import SamplingParams, penalty_tokens
 from engine.clock import LoadReport, PhaseClock
 from engine.device.base import TORCH_DTYPES, Device
 from engine.device.cuda import open_device
 from engine.errors import (
-    SPOKEN,
     CapacityError,
     CheckpointError,
     KernelError,
@@ -187,7 +186,7 @@ def build_engine(
         undo.callback(tier.close)
         plan = replace(plan, notes=(*plan.notes, *model.notes, *([note] if note else [])))
         for note in plan.notes:
-            warnings.warn(SPOKEN.get()(note), OffloadWarning, stacklevel=3)
+            warn_caller(note)
         with clock.phase("allocate"):
             device.count_working(plan.gpu_items["activations"] + plan.gpu_items["logits"])
             cache = KVCache(plan, spec, device, tier.blocks)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -193,7 +194,7 @@ class LLM:
 
     def _open(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
-        self._lock = threading.RLock()
+        self._lock, self._owner = threading.RLock(), os.getpid()
         self._sessions = Sessions(engine.core, engine.tokenizer, engine.spec.vocab_size)
         _LOG.info("%s", loaded_line(engine))
 
@@ -223,8 +224,13 @@ class LLM:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other threads out: two in one engine would mix their steps."""
+        """Keep other threads out, whose steps would mix, and forks, which lack the engine's own."""
         _ = self.engine  # raises where it was closed
+        if os.getpid() != self._owner:
+            raise EngineError(
+                f"LLM: expected process {self._owner}, which built the engine, got {os.getpid()}, "
+                "a fork of it without its threads and its device. Build the engine after the fork."
+            )
         if not self._lock.acquire(blocking=False):
             raise EngineError(
                 "LLM: expected one thread at a time, got a second one. Use AsyncLLM, which many "

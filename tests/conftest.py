@@ -118,8 +118,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def logged() -> Iterator[list[logging.LogRecord]]:
-    """Return a list that gets what is logged, from INFO on."""
+def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """Return a list that gets what is logged, from INFO on.
+
+    A server or a console that an earlier test ran in this process has its loggers write to a stderr
+    of that test, and nowhere else.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            monkeypatch.setattr(logger, "propagate", True)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
-from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_OK, UsageError, say, version_line
+from catalogue.terminal import EXIT_BAD_CONFIG, EXIT_OK, UsageError, say, say_error, version_line
 from engine.errors import EngineError, closest
 from harness.needs import SERVER_PACKAGES, require_environment
 
@@ -35,8 +35,7 @@ def run(argv: Sequence[str]) -> int:
     word = {"-h": "help", "--help": "help", "--version": "version"}.get(word, word)
     command = next((each for each in COMMANDS if each.name == word), None)
     if command is None:
-        say(f"error: {_unknown(word, rest)}")
-        return EXIT_BAD_CONFIG
+        return say_error(_unknown(word, rest), rest, EXIT_BAD_CONFIG)
     return command.run(rest)
 
 

@@ -24,6 +24,12 @@ PLAN: Final = "plan.csv"
 """Table of a planned sweep, which is no run."""
 PAGES: Final = ("report.html", "sweep.html", "compare.html", "plan.png")
 """Pages of a run, of a sweep and of a comparison, and the figure of a planned sweep."""
+OF_RUNS: Final = (
+    *("result.json", "state.json"),
+    *("sweep.json", "search.json", PLAN, "*/result.json", "*/state.json"),
+    *("points/*/result.json", "points/*/state.json"),
+)
+"""Files of which a run's folder has one, and a sweep's, a search's or a study's another one."""
 _SHORT: Final = 6
 """Ids of runs that a refusal names."""
 
@@ -72,7 +78,10 @@ def run_ids() -> list[str]:
 
 
 def _folders() -> list[Path]:
-    home = tightfit_home()
+    return _kept(tightfit_home())
+
+
+def _kept(home: Path) -> list[Path]:
     return [path for name in KEPT_IN for path in (home / name).glob("*") if path.is_dir()]
 
 
@@ -100,7 +109,12 @@ def open_page(arguments: Sequence[str]) -> int:
         return _show(write_index(tightfit_home()))
     folder = find_run(chosen)
     page = _page(folder)
+    if page is None and any(map(_has_runs, _kept(folder))):
+        from reports.pages.index import write_index  # noqa: PLC0415  draws
+
+        return _show(write_index(folder))
     if page is None:
+        _check_has_runs(folder)
         from reports.__main__ import main  # noqa: PLC0415  draws
 
         say(f"{folder}: no page yet; making it.")
@@ -110,6 +124,21 @@ def open_page(arguments: Sequence[str]) -> int:
     if page is None:
         raise ConfigError(f"{folder}: expected {' or '.join(PAGES)}, found none.")
     return _show(page)
+
+
+def _check_has_runs(folder: Path) -> None:
+    """Raise ConfigError unless pages are drawn of a folder: those of others may be many."""
+    if folder.name in KEPT_IN or not _has_runs(folder):
+        raise ConfigError(
+            f"run: expected the folder of a run, a sweep, a search or a study, or a TIGHTFIT_HOME "
+            f"with runs, got {folder}. `tightfit open` without a folder lists the runs of "
+            f"{tightfit_home()}."
+        )
+
+
+def _has_runs(folder: Path) -> bool:
+    """Return whether a folder is that of a run, a sweep, a search or a study, run or planned."""
+    return any(any(folder.glob(pattern)) for pattern in OF_RUNS)
 
 
 def _show(page: Path) -> int:

@@ -69,26 +69,18 @@ def main(arguments: Sequence[str], elsewhere: Mapping[str, Command]) -> int:
         for answer in _CARRY_OUT[chosen.verb](chosen):
             show([json.dumps(answer.plain, indent=1)] if chosen.json else _wrapped(answer.lines))
     except ModelUnavailableError as error:
-        return _refused(as_flags(str(error)), EXIT_NOT_ALL_OK, arguments)
+        return say_error(as_flags(str(error)), arguments, EXIT_NOT_ALL_OK)
     except ConfigError as error:
         code = EXIT_NOT_ALL_OK if getattr(error, "is_busy", False) else EXIT_BAD_CONFIG
-        return _refused(str(error), code, arguments)
+        return say_error(error, arguments, code)
     except EngineError as error:
-        return _refused(str(error), EXIT_NOT_ALL_OK, arguments)
+        return say_error(error, arguments, EXIT_NOT_ALL_OK)
     return EXIT_OK
 
 
 def _wrapped(lines: Iterable[str]) -> list[str]:
     """Return lines as wide as the terminal; those of tables stay."""
     return [part for line in lines for part in screen_lines(line, sys.stdout)]
-
-
-def _refused(message: str, code: int, arguments: Sequence[str]) -> int:
-    """Print an error, with --json also as a document on stdout; return the exit code."""
-    say_error(message, arguments)
-    if "--json" in arguments:
-        show([json.dumps({"kind": "error", "exit_code": code, "message": message}, indent=1)])
-    return code
 
 
 def _parser(asked: str) -> argparse.ArgumentParser:
@@ -215,7 +207,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 row["source"],
             )
         )
-    return columns(found, left={0, 1, 5, 6}, has_paths=True)
+    return columns(found, left={0, 1, 5, 6})
 
 
 def _gib(num_bytes: int | None) -> str:

@@ -64,8 +64,7 @@ def main(arguments: Sequence[str], runner: Runner = run_command) -> int:
     try:
         return _carry_out(options, runner)
     except ServiceError as error:
-        say_error(error, arguments)
-        return EXIT_REFUSED
+        return say_error(error, arguments, EXIT_REFUSED)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import sys
 import warnings
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from engine.errors import SPOKEN, ConfigError
 from engine.sealed import Sealed, choice, from_plain, number, settings
@@ -15,6 +16,18 @@ BACKENDS = ("auto", "uva", "prefetch", "experts")
 
 class OffloadWarning(UserWarning):
     """A setting of the offload configuration is ignored, or costs more than it brings."""
+
+
+BETWEEN: Final = frozenset({"engine", "tightfit", "contextlib", "dataclasses"})
+"""Top names of modules between a user's line and a warning; those of the library call back."""
+
+
+def warn_caller(message: str) -> None:
+    """Warn of an offload setting, in the words of the door at hand, at the line that called it."""
+    level, frame = 1, sys._getframe(0)  # noqa: SLF001  inspect.stack reads every source file
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(SPOKEN.get()(message), OffloadWarning, stacklevel=level)
 
 
 def _check_selectors(name: str, value: object) -> None:
@@ -128,7 +141,7 @@ class OffloadConfig(Sealed):
         if self.offload_backend == "prefetch" or self.prefetch.offload_group_size > 0:
             self._check_prefetch()
         for message in self.ignored():
-            warnings.warn(SPOKEN.get()(message), OffloadWarning, stacklevel=4)
+            warn_caller(message)
 
     def _check_prefetch(self) -> None:
         size, num = self.prefetch.offload_group_size, self.prefetch.offload_num_in_group

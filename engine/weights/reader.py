@@ -4,7 +4,6 @@ import hashlib
 import math
 import os
 import threading
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from engine.asked.offload import OffloadWarning
+from engine.asked.offload import warn_caller
 from engine.clock import PhaseClock
 from engine.device.base import TORCH_DTYPES, CopyStream, Device, HostBuffer, chunks, worker_pool
 from engine.device.machine import num_threads
@@ -471,11 +470,7 @@ class CheckpointReader:
         try:
             self._buffer = self._device.host_buffer(num_bytes, pin=pin)
         except PinningError as error:
-            warnings.warn(
-                f"fallback: weights are copied to the GPU from pageable memory. {error}",
-                OffloadWarning,
-                stacklevel=2,
-            )
+            warn_caller(f"fallback: weights are copied to the GPU from pageable memory. {error}")
             self._pin = False
             self._buffer = self._device.host_buffer(num_bytes, pin=False)
         return self._buffer.tensor

@@ -73,13 +73,12 @@ def _ways() -> str:
 
 
 def exit_code(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Return the exit code of a command, its refusal written to stderr."""
+    """Return the exit code of a command; its refusal is written, with --json as a document too."""
     try:
         with full_disk_ends():
             return command(arguments)
     except (ConfigError, DiskFullError) as error:
-        say_error(error, arguments)
-        return code_of(error)
+        return say_error(error, arguments, code_of(error))
     except KeyboardInterrupt as error:
         return code_of(error)
 

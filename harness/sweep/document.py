@@ -7,9 +7,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from catalogue.terminal import show
+from catalogue.terminal import error_document, say_error, show_document
+from engine.errors import ConfigError
 from harness.folders import plain
-from harness.point.full_disk import code_of, full_disk_ends
+from harness.point.full_disk import DiskFullError, code_of, full_disk_ends
 from reports.record.record import RunRecord
 
 Document = dict[str, Any]
@@ -18,22 +19,21 @@ Document = dict[str, Any]
 def print_document(command: Callable[[Document], int]) -> int:
     """Run a command and print the document that it fills, also if an error or Ctrl-C ends it.
 
-    What the command prints goes to stderr. Returns its exit code; its error is raised again.
+    What the command prints goes to stderr, as does a refusal. Returns its exit code; Ctrl-C and
+    errors that are not expected are raised again.
     """
     document: Document = {}
     try:
         with full_disk_ends(), redirect_stdout(sys.stderr):
             code = command(document)
+    except (ConfigError, DiskFullError) as error:
+        return say_error(error, ["--json"], code_of(error), plain(document))
     except BaseException as error:
         message = str(error) or type(error).__name__
-        _write(document | {"kind": "error", "exit_code": code_of(error), "message": message})
+        show_document(plain(document) | error_document(message, code_of(error)))
         raise
-    _write(document | {"exit_code": code})
+    show_document(plain(document | {"exit_code": code}))
     return code
-
-
-def _write(document: Document) -> None:
-    show([json.dumps(plain(document), indent=2)])
 
 
 def of_runs(ended: Sequence[tuple[Path, RunRecord]], sweep: Path | None) -> Document:

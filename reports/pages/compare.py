@@ -33,11 +33,12 @@ from reports.record.text import ABSENT, leaf, shorten
 
 GAINS: Final = (
     "Above 1 is better in every row. Rates are divided by the base's; for times and sizes, the"
-    " base's is divided by the run's. Green is better, red is worse. An interval covers every ratio"
-    " of two means within their 95 % intervals over repeats; if it includes 1, nothing is settled."
+    " base's is divided by the run's. An interval covers every ratio of two means within their 95 %"
+    " intervals over repeats. Green is better, red is worse. A grey ratio settles nothing: it has"
+    " no interval, for lack of repeats, or one that includes 1, or it is within 0.5 % of 1."
 )
 LEAST: Final = 0.005
-"""Share by which a figure has to differ to be marked."""
+"""Share by which a figure has to differ to be green or red."""
 MOST_FIGURES: Final = 5
 """Figures on a card."""
 NO_RATIO: Final = "No figure is of the first run and of another one: there is nothing to divide."
@@ -137,12 +138,13 @@ def _gain_table(base: Run, run: Run, metrics: Sequence[Metric]) -> Table | None:
 
 
 def _kind(metric: Metric, base: Run, run: Run) -> Kind:
-    """Return whether a run is better or worse than the base; plain where that is not settled."""
+    """Return whether a run is better or worse than the base; grey where that is not settled."""
     value = gain(metric, base.metrics, run.metrics)
     ends = gain_interval(metric, base.metrics, run.metrics)
-    is_settled = ends is None or not ends[0] <= 1 <= ends[1]
-    if value is None or not is_settled or abs(value - 1) < LEAST:
+    if value is None:
         return "plain"
+    if ends is None or ends[0] <= 1 <= ends[1] or abs(value - 1) < LEAST:
+        return "grey"
     return "better" if value > 1 else "worse"
 
 

@@ -1,3 +1,4 @@
+import json
 import sys
 
 import pytest
@@ -111,15 +112,20 @@ def test_what_is_said_is_wrapped_by_words_and_commands_are_not(
     assert capsys.readouterr().err == f"short\n{row}\n"
 
 
-def test_an_error_beside_json_is_not_wrapped(
+def test_an_error_beside_json_is_a_document_and_not_wrapped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     text = REFUSED.removeprefix("error: ")
-    say_error(text, ["list", "--json"])
-    assert capsys.readouterr().err == f"{REFUSED}\n"
-    say_error(text, ["list"])
-    assert len(capsys.readouterr().err.splitlines()) == 6
+    assert say_error(text, ["list", "--json"], 2, {"points": []}) == 2
+    said = capsys.readouterr()
+    assert said.err == f"{REFUSED}\n"
+    document = {"points": [], "kind": "error", "exit_code": 2, "message": text}
+    assert json.loads(said.out) == document
+    assert say_error(text, ["list"], 3) == 3
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 6
+    assert said.out == ""
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import gc
 import math
+import os
 import shutil
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -50,6 +52,27 @@ def test_a_closed_engine_says_so(tiny: TinyModels) -> None:
     for use in uses:
         with pytest.raises(EngineError, match="was closed"):
             use()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, in 3.12
+def test_a_forked_child_is_refused(tiny: TinyModels) -> None:
+    """It lacks the engine's threads, and would wait for them."""
+    llm = open_llm(tiny.folder("llama"))
+    before = greedy(llm, PROMPTS, 3)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a child that waits
+        try:
+            llm.generate(PROMPTS, greedy_params(3))
+        except EngineError as error:
+            own = f"expected process {os.getppid()}, which built the engine, got {os.getpid()}, "
+            is_said = own in str(error) and str(error).endswith("Build the engine after the fork.")
+            os._exit(0 if is_said else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert greedy(llm, PROMPTS, 3) == before
+    llm.close()
 
 
 @pytest.mark.thorough_but("True")

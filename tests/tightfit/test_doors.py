@@ -114,8 +114,9 @@ def test_messages_speak_of_keywords(away: Path) -> None:
     assert not re.search(r"\b(engine|offload|planner|kv|gpu|model)[.=]", str(caught.value))
     with pytest.warns(
         OffloadWarning, match="^offload_backend='uva' is not needed: .* Remove the off"
-    ):
+    ) as caught:
         llm = tightfit.LLM("glass", load_format="dummy", **SMALL, cpu_offload_gb=0.1)
+    assert {found.filename for found in caught} == {__file__}
     llm.close()
     with pytest.raises(ModelUnavailableError, match="load_format='dummy'"):
         tightfit.LLM("olmo7b")

@@ -101,6 +101,25 @@ def test_open_prints_the_page_and_shows_it_where_it_can(
     assert has_display({}, "darwin")
 
 
+def test_open_draws_no_page_below_a_folder_of_other_things(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep = tmp_path / "other" / "deep" / "run"
+    deep.mkdir(parents=True)
+    ok_record(run_id="deep").write(deep / "result.json")
+    for folder in (tmp_path / "other", home / "runs"):
+        assert main(["open", str(folder)]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "expected the folder of a run, a sweep, a search or a study, or a TIG" in said
+        assert f"got {folder}. `tightfit open` without a folder lists" in said
+    assert not list(tmp_path.rglob("sweep.html"))
+    assert not (deep / "report.html").exists()
+    assert main(["open", str(home)]) == 0  # of another home too
+    assert capsys.readouterr().out.strip() == str(home / "index.html")
+    assert main(["open", str(deep.parent)]) == 0  # a sweep of one run
+    assert capsys.readouterr().out.splitlines()[-1] == str(deep.parent / "sweep.html")
+
+
 def test_compare_takes_ids_and_prints_json(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "202601", "latest", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -226,6 +245,31 @@ def test_a_refusal_is_one_json_document(capsys: pytest.CaptureFixture[str], home
     assert len(shown.err) > WIDTH
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare"],
+        ["compare", "latest", "--outt", "x"],
+        ["doctor", "now"],
+        ["run", "--jsonn"],
+        ["sweep", "--resolve"],
+        ["models", "test"],
+        ["models", "show"],
+        ["models", "lst"],
+        ["service", "status", "--only", "server"],
+        ["comparison"],
+    ],
+)
+def test_a_wrong_command_line_is_one_json_document(
+    words: list[str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--json"]) == 2
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert (document["kind"], document["exit_code"]) == ("error", 2)
+    assert shown.err == f"error: {document['message']}\n"
+
+
 @pytest.mark.thorough_but("run")
 @pytest.mark.parametrize(("word", "num_points"), [("run", None), ("sweep", 1)])
 def test_runs_are_one_json_document(
@@ -255,8 +299,9 @@ def test_models_are_listed_shown_and_removed(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home / "theirs"))
     assert main(["models", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    (row,) = (line.split() for line in lines if line.split()[0] == "olmo7b")
-    assert row == ["olmo7b", "absent", "-", "7.30", "allenai/OLMo-2-1124-7B-Instruct"]
+    row, below = (line.split() for line in lines if line.split()[:1] == ["olmo7b"])
+    assert row == ["olmo7b", "absent", "-", "7.30"]
+    assert below == ["olmo7b", "allenai/OLMo-2-1124-7B-Instruct"]
     assert main(["models", "show", "olmo7b"]) == 0
     assert "13.59 GiB" in capsys.readouterr().out
     begun = home / "hub" / "models--allenai--OLMo-2-1124-7B-Instruct" / "blobs"

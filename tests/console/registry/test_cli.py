@@ -41,10 +41,14 @@ def test_without_a_registry_the_catalogue_is_shown_and_none_is_made(
 ) -> None:
     code, out, _ = models_command("list")
     assert code == 0
-    assert out.splitlines()[0].split() == [
-        "model", "here", "GiB", "on", "disk", "billion", "weights", "source",
-    ]  # fmt: skip
+    heads = [line.split() for line in out.splitlines() if line.startswith("  model ")]
+    assert heads == [
+        ["model", "here", "GiB", "on", "disk", "billion", "weights"],
+        ["model", "source"],
+    ]
     assert "olmo7b" in out
+    assert "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4" in out
+    assert max(map(len, out.splitlines())) <= 80
     code, out, _ = models_command("show", "olmo7b")
     assert "allenai/OLMo-2-1124-7B-Instruct" in out
     assert "512.0 KiB" in out

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,10 @@ def test_each_contradiction_warns_once(
     assert len(caught) == 1
     assert config.backend == backend
     assert config.ignored() == [str(caught[0].message)]
+    assert caught[0].filename == __file__  # of the caller, also through dataclasses.replace
+    with pytest.warns(OffloadWarning) as caught:
+        replace(config)
+    assert caught[0].filename == __file__
     for word in words:
         assert word in str(caught[0].message)
 

@@ -35,10 +35,10 @@ def test_ratios_are_to_the_first_run(tmp_path):
     assert found["output"] == "0.500"
     assert found["TPOT p50"] == "0.500"
     assert found["load"] == "1.000"
-    kinds = {table.rows[place][0]: kind for place, kind in table.kinds.items()}
-    assert kinds["output"] == kinds["TPOT p50"] == "worse"
-    assert "load" not in kinds
-    assert page.verdict.kind == "grey"
+    assert {*table.kinds.values()} == {"grey"}  # without repeats none has an interval
+    assert len(table.kinds) == len(table.rows)
+    assert page.cards[1].kind == page.verdict.kind == "grey"
+    assert "A grey ratio settles nothing: it has no interval" in page.sections[0].text[0]
 
 
 def test_runs_of_other_commits_are_named(tmp_path):
@@ -50,7 +50,7 @@ def test_runs_of_other_commits_are_named(tmp_path):
     assert "1" * 10 in banner
 
 
-def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path):
+def test_a_ratio_within_its_interval_of_one_is_grey(tmp_path):
     name = "throughput/output_tok_s"
     records = [ok_record(), ok_record(name="b")]
     for record, mean in zip(records, (100.0, 103.0), strict=True):
@@ -58,13 +58,13 @@ def test_a_ratio_within_its_interval_of_one_is_neither_better_nor_worse(tmp_path
     table = compare_page(rows_of(tmp_path, *records), {}).sections[0].tables[0]
     assert table.rows[0][0] == "output"
     assert table.rows[0][-1] == "0.862 to 1.231"
-    assert 0 not in table.kinds
+    assert table.kinds[0] == "grey"
     page = compare_page(rows_of(tmp_path, *records), {})
     assert page.verdict.answer.startswith(
         "No winner: b has the best output 103.0 tok/s, 1.03 times"
     )
     assert page.verdict.answer.endswith("but the interval 0.862 to 1.231 includes 1")
-    assert [card.kind for card in page.cards] == ["plain", "plain"]
+    assert [card.kind for card in page.cards] == ["plain", "grey"]
 
 
 def test_every_run_has_a_card_and_the_winner_its_interval(tmp_path):
