@@ -63,8 +63,9 @@ fmt: setup ## sort imports, mend what ruff can, format; the only target that rew
 
 test-gpu: JOBS := 1
 test-gpu: ## run the GPU tests (JOBS=14 processes; on a machine with its own torch: PY=python3)
-	$(PY) -m pytest -m "gpu and not alone" --require-gpu $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(ARGS)
-	$(PY) -m pytest -m "gpu and alone" --require-gpu $(ARGS)
+	@$(PY) -m pytest -m "gpu and not alone" --require-gpu $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(ARGS); others=$$?; \
+	  $(PY) -m pytest -m "gpu and alone" --require-gpu $(ARGS); \
+	  case $$others,$$? in 0,0 | 0,5 | 5,0) ;; *) exit 1;; esac  # 5: none among ARGS
 
 bench: ## backends and weights in codes against link and memory on this GPU; writes docs/performance.md
 	@status=0; for study in $(STUDIES); do $(PY) -m harness study=$$study $(ARGS) || status=$$?; done; \

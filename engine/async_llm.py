@@ -297,14 +297,14 @@ class AsyncLLM:
         tell_start: bool = False,
     ) -> Stream:
         """Queue a request for the engine's thread."""
-        form = await self._prepare(params)
-        if request_id is not None:
-            check_request_id(request_id)
         if os.getpid() != self._owner:
             raise EngineError(
                 f"AsyncLLM: expected process {self._owner}, which runs the engine's thread, got "
                 f"{os.getpid()}, a fork of it without that thread. Build the engine after the fork."
             )
+        form = await self._prepare(params)
+        if request_id is not None:
+            check_request_id(request_id)
         with self._lock:
             if self._stopped is not None:
                 raise EngineError(self._stopped)

@@ -25,8 +25,10 @@ NOT_WORK: Final = (
     "scenario.quality.reference",
 )
 """Settings among these that change no request; the sizes say which model it was, in any format."""
-UNSET: Final[tuple[object, ...]] = (None, False, 0, 1, "", [], {})
-"""Values that do nothing, or once: those of a setting in a record from before it existed."""
+UNSET: Final[tuple[object, ...]] = (None, False, 0, "", [], {})
+"""Values that do nothing: those of a setting in a record from before it existed."""
+ONE: Final = ("repeats", "turns.num", "scale", "decoder_sparse_step")
+"""Ends of the settings that do nothing where they are 1."""
 LABEL_CHARS: Final = 48
 IDLE: Final = ("tracking.", "scenario.correctness.")
 IDLE_ROOTS: Final = frozenset(
@@ -205,7 +207,8 @@ def _is_same(key: str, first: dict[str, object], other: dict[str, object]) -> bo
     """Return whether two runs have the same value of a setting, or one had no such setting yet."""
     if key in first and key in other:
         return first[key] == other[key]
-    return (first | other)[key] in UNSET
+    value = (first | other)[key]
+    return value in UNSET or (key.endswith(ONE) and value == 1)
 
 
 def parts_of(record: RunRecord) -> list[str]:

@@ -175,8 +175,7 @@ def _completion(arguments: list[str]) -> int:
     try:
         return main(arguments, [each.name for each in COMMANDS])
     except UsageError as error:
-        say(f"error: {error}")
-        return EXIT_BAD_CONFIG
+        return say_error(error, arguments, EXIT_BAD_CONFIG)
 
 
 def _guarded(command: Callable[[Sequence[str]], int], arguments: list[str]) -> int:
@@ -188,8 +187,8 @@ def _guarded(command: Callable[[Sequence[str]], int], arguments: list[str]) -> i
 
 def _version(arguments: list[str]) -> int:
     if arguments and not {"-h", "--help"} & {*arguments}:
-        say(f"error: tightfit version: expected no arguments, got {' '.join(arguments)}.")
-        return EXIT_BAD_CONFIG
+        message = f"tightfit version: expected no arguments, got {' '.join(arguments)}."
+        return say_error(message, arguments, EXIT_BAD_CONFIG)
     sys.stdout.write(version_line())
     return EXIT_OK
 

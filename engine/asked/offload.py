@@ -19,7 +19,7 @@ class OffloadWarning(UserWarning):
 
 
 BETWEEN: Final = frozenset({"engine", "tightfit", "contextlib", "dataclasses"})
-"""Top names of modules between a user's line and a warning; those of the library call back."""
+"""Packages between a user's line and a warning: this one, and modules of Python that call it."""
 
 
 def warn_caller(message: str) -> None:

@@ -116,7 +116,10 @@ def test_traces_are_compared_by_what_they_hold(tmp_path):
         ("model.spec.layer_types", [], True),
         ("scenario.latency.repeats", 1, True),
         ("scenario.latency.repeats", 5, False),
-        ("scenario.latency.seed", 3, False),
+        ("scenario.serve.turns.num", 1, True),
+        ("scenario.latency.seed", 1, False),
+        ("scenario.serve.max_concurrency", 1, False),
+        ("scenario.serve.is_new", True, False),
     ],
 )
 def test_a_setting_that_came_later_is_unset_before(tmp_path, path, value, is_alike):

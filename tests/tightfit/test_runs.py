@@ -258,6 +258,8 @@ def test_a_refusal_is_one_json_document(capsys: pytest.CaptureFixture[str], home
         ["models", "lst"],
         ["service", "status", "--only", "server"],
         ["comparison"],
+        ["version", "now"],
+        ["completion", "now"],
     ],
 )
 def test_a_wrong_command_line_is_one_json_document(
