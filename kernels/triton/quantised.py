@@ -1,6 +1,6 @@
 """Products of few rows with quantised weights, and rows restored; the layout is that of Quantised.
 
-They run where kernels.cuda.quantised does not: in float32, and for shapes that do not fill tiles.
+They run where kernels.cuda does not: in float32, and for shapes that do not fill tiles.
 
 Shape letters: T tokens, K inputs, N outputs. A program takes BLOCK_N rows of the weight and some
 tiles of 64 columns at a time. Values of fewer than 8 bits give two blocks of 32 columns of every
