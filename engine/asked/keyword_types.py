@@ -136,11 +136,9 @@ class Keywords(TypedDict, total=False):
     uva_stage_tokens: int | None
     """From this many tokens in a step on, uva weights are staged through GPU slots first. None:
     where reading in place takes 15 % longer than copying, by the rates of the card and of
-    formats. On an H200 that is 65 for 16-bit weights (`make bench`, docs/performance.md): read
-    in place, a step of 64 tokens takes 1 % longer than one of a single token, 128 take 13 %,
-    256 take 40 %. 1 stages every step: that took 8 % less time even for one token, but it reads
-    nothing in place and so does what offload_backend=prefetch does. For weights of 4 bits it is
-    1 already: products read them slower in place (docs/quantised.md)."""
+    formats. That is 65 for 16-bit weights on an H200, and 1 for weights of 4 bits, which
+    products read slower in place (docs/quantised.md). 1 stages every step, so nothing is read
+    in place, as with offload_backend=prefetch."""
     weight_format: str | None
     """checkpoint (weights as they are stored) | lossless (every bfloat16 matrix that takes less
     in 12-bit codes, restored to the bit) | auto (whichever is predicted to be better, or some

@@ -50,11 +50,10 @@ IN_PLACE_SHARES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
     }
 )
 """Rate at which products of up to 8 and of up to 64 tokens read quantised weights in place, over
-that of reads in place, by kind. uint4: steps of Llama 2 7B with all layers of AWQ off the GPU read
-3.39 GB in 86.6 ms at batch 1 and 90.3 ms at batch 16, where reads in place carried 50.6 GB/s (H200,
-2026-11-30). The products of one layer alone, 1 and 16 tokens: uint4 0.84 and 0.83, uint4+sub 0.81
-and 0.82, uint6+sub 0.90; 16 bits and lossless codes 1.00; uint8, float8_e4m3fn and table4 0.96 to
-0.99, which count as 1. 5 bits: assumed."""
+that of reads in place, by kind; other kinds have 1. uint4: steps of Llama 2 7B with all layers of
+AWQ off the GPU read 3.39 GB in 86.6 ms at batch 1 and 90.3 ms at batch 16, where reads in place
+carried 50.6 GB/s (study=bench_quantised study.rows=[awq_uva], commit c3bb0a98, H200, 2026-11-30).
+The others are estimates."""
 IN_PLACE_ROWS: Final = (8, MAX_SMALL_TOKENS)
 """Most tokens of a product for each of them."""
 
