@@ -1,6 +1,6 @@
 """How the kernel of products reads a weight: its loaders, and what each takes as arguments."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -37,11 +37,13 @@ class Loader:
         expression: its name, with its template arguments.
         tile_bytes: what it copies for 16 rows and 64 inputs, a multiple of 16.
         steps: the most of 64 inputs that are multiplied between two waits.
+        is_light: whether a tile takes so few instructions that a warp should have several.
     """
 
     expression: str
     tile_bytes: int
     steps: int = 1
+    is_light: bool = field(default=False, repr=False)
 
     def chunk_bytes(self, tiles: int) -> int:
         """Return the shared memory of so many tiles that are copied at a time, in whole lines."""
@@ -73,7 +75,8 @@ def quantised(
     num_bytes += spans * size + sum(sizes[name] for name in _ARRAYS if name in has)
     names = " | ".join(name.upper() for name in flags) or "0"
     expression = f"Quantised<{values}, {scales}, {groups}, {subgroups}, {names}>"
-    return Loader(expression, num_bytes, 2 if kind in {"uint8", "float8_e4m3fn"} else 4)
+    is_light = kind == "uint4" and scale_dtype != torch.float32 and not has & {"low", "subscale"}
+    return Loader(expression, num_bytes, 2 if kind in {"uint8", "float8_e4m3fn"} else 4, is_light)
 
 
 def loader_of(weight: Quantised) -> Loader:

@@ -50,6 +50,11 @@ __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
+// Without a branch.
+__device__ __forceinline__ void copy16_if(bool is_wanted, u32 to, const void* from) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n}" ::"r"(to), "l"(from), "r"((u32)is_wanted));
+}
+
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 
 template <int N> __device__ __forceinline__ void wait_copies() {
@@ -425,7 +430,7 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
     __device__ __forceinline__ void copy(u32 to) {
 #pragma unroll
       for (int p = 0; p < PASSES; p++) {
-        if (step[p] < end) copy16(to + place[p], from[p] + __umulhi(2 * step[p], inverse[p]) * unit[p]);
+        copy16_if(step[p] < end, to + place[p], from[p] + __umulhi(2 * step[p], inverse[p]) * unit[p]);
         step[p] += STEPS * STRIDE;
       }
     }
@@ -840,6 +845,133 @@ __device__ __forceinline__ void narrow(const Args& a) {
     if (threadIdx.x == 0) add_released(a.multiplied + slot, min(BLOCK_ROWS, a.rows - row_block * BLOCK_ROWS));
   }
   if (EXPERTS) end_after_earlier(a);
+}
+
+// Of one token, with a quantised weight: `narrow` without what several need. Each warp copies its share of the token for
+// itself, a chunk at a time, so that warps wait for nothing but their own copies.
+//
+// Every column of a product is the token's; the first is stored.
+template <int SPLITS, int ROWS, int R, int STAGES, int STEPS, class Weight, bool GATED> __device__ __forceinline__ void alone(const Args& a) {
+  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, AHEAD = STAGES - STEPS, CHUNKS = STAGES / STEPS;
+  static_assert(STAGES % STEPS == 0 && AHEAD >= STEPS && STEPS <= 4);
+  extern __shared__ __align__(1024) u8 shared[];
+  release_next();
+  int lane = threadIdx.x & 31;
+  asm volatile("" : "+r"(lane));  // kept, not computed anew in the loop
+  const int split = (threadIdx.x >> 5) / ROWS, place = (threadIdx.x >> 5) % ROWS, g = lane >> 2, t = lane & 3;
+  const int all_steps = a.inputs / 64, tiles = a.rows / 16, steps = (all_steps - split + SPLITS - 1) / SPLITS;
+  const int first_tile = ((int)blockIdx.x * ROWS + place) * WARP_TILES;
+
+  // Two rings of a warp: of weights, and of the token.
+  constexpr u32 CHUNK_BYTES = chunk_bytes<Weight>(STEPS * R), RING_BYTES = CHUNKS * CHUNK_BYTES, X_BYTES = STEPS * 128;
+  const u32 ring = shared_address(shared) + (split * ROWS + place) * RING_BYTES;
+  const u32 x_ring = shared_address(shared) + SPLITS * ROWS * RING_BYTES + (split * ROWS + place) * CHUNKS * X_BYTES;
+
+  Weight weight[R];
+  typename Weight::template Beside<R, STEPS, SPLITS> beside;
+  auto tile_of = [&](int r) { return min(first_tile + r / Q, tiles - 1) + (GATED && (r & 1) ? tiles : 0); };
+#pragma unroll
+  for (int r = 0; r < R; r++) weight[r].start(a, tile_of(r), all_steps, split, lane);
+  beside.start(a, all_steps, split, lane, tile_of);
+  auto copy_weights = [&](bool is_whole, u32 to, int i) {
+    beside.copy(to);
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+      if (is_whole || i + s < steps) {
+#pragma unroll
+        for (int r = 0; r < R; r++) weight[r].copy(a, to + (s * R + r) * Weight::BYTES, s * SPLITS, lane);
+      }
+#pragma unroll
+    for (int r = 0; r < R; r++) weight[r].advance(STEPS * SPLITS);
+  };
+  // Eight lanes copy a step of the token.
+  const u16* from_x = a.x + (split + lane / 8 * SPLITS) * 64 + (lane & 7) * 8;
+  auto copy_token = [&](bool is_whole, u32 to, int i) {
+    copy16_if((STEPS == 4 || lane < STEPS * 8) && (is_whole || i + lane / 8 < steps), to + lane * 16, from_x);
+    from_x += STEPS * SPLITS * 64;
+  };
+
+  float sums[R][4];
+#pragma unroll
+  for (int r = 0; r < R; r++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[r][i] = 0.f;
+#pragma unroll
+  for (int c = 0; c < CHUNKS - 1; c++) copy_weights(false, ring + c * CHUNK_BYTES, c * STEPS);
+  wait_for_earlier();
+#pragma unroll
+  for (int c = 0; c < CHUNKS - 1; c++) {
+    copy_token(false, x_ring + c * X_BYTES, c * STEPS);
+    commit();
+  }
+#pragma unroll
+  for (int r = 0; r < R; r++) weight[r].settle();
+  settle(from_x);
+  const u32 x_first = x_ring + (lane >> 3) * 16;  // of what a lane gives the address
+  u32 at = ring, x_at = x_first, to = ring + RING_BYTES - CHUNK_BYTES, x_to = x_ring + (CHUNKS - 1) * X_BYTES;
+  auto multiply_step = [&](int s) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 x[4];
+      load_matrices(x, x_at + s * 128 + half * 64);
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        u32 w0[4], w1[4];
+        weight[r].load(at + (s * R + r) * Weight::BYTES, at + STEPS * R * Weight::BYTES + (s * R + r) * Weight::BESIDE_BYTES, half, lane, w0, w1);
+        multiply(sums[r], w0, x[0], x[1]);
+        multiply(sums[r], w1, x[2], x[3]);
+      }
+    }
+  };
+  int i = 0;
+  for (; i + STEPS <= steps; i += STEPS) {
+    wait_copies<CHUNKS - 2>();
+    __syncwarp();
+    if (i + AHEAD + STEPS <= steps) {
+      copy_weights(true, to, i + AHEAD);
+      copy_token(true, x_to, i + AHEAD);
+    } else if (i + AHEAD < steps) {
+      copy_weights(false, to, i + AHEAD);
+      copy_token(false, x_to, i + AHEAD);
+    }
+    commit();
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) multiply_step(s);
+    to = at, x_to = x_at - x_first + x_ring;
+    at += CHUNK_BYTES, x_at += X_BYTES;
+    if (at == ring + RING_BYTES) at = ring, x_at = x_first;
+  }
+  if (i < steps) {
+    wait_copies<CHUNKS - 2>();
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < STEPS - 1; s++)
+      if (i + s < steps) multiply_step(s);
+  }
+  wait_copies<0>();
+
+  float* parts = (float*)shared;  // [ROWS][WARP_TILES][Q][SPLITS][16 rows]
+  __syncthreads();
+  if (t == 0) {
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      float* own = parts + ((place * R + r) * SPLITS + split) * 16 + g;
+      own[0] = sums[r][0];
+      own[8] = sums[r][2];
+    }
+  }
+  __syncthreads();
+  constexpr int BLOCK_ROWS = ROWS * WARP_TILES * 16;
+  for (int e = threadIdx.x; e < BLOCK_ROWS; e += THREADS) {
+    const int row = (int)blockIdx.x * BLOCK_ROWS + e;
+    if (row >= a.rows) continue;
+    float v[2] = {0.f, 0.f};
+#pragma unroll
+    for (int q = 0; q < Q; q++)
+#pragma unroll
+      for (int k = 0; k < SPLITS; k++) v[q] += parts[((e / 16 * Q + q) * SPLITS + k) * 16 + e % 16];
+    finish<GATED>(a, v[0], v[1], 0, row);
+  }
 }
 
 // ---- Hopper, more than 32 tokens and many rows

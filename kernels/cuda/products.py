@@ -23,6 +23,9 @@ _RESERVED_BYTES = 1024
 """Shared memory of a block that the driver keeps."""
 _MOST_WARPS = 24
 """Warps that the registers of a multiprocessor hold."""
+_OF_ALL = (3, 2)
+"""Warps with the same share of one token's inputs, and tiles of each, of a block that has a
+multiprocessor for itself."""
 _FEW_TILES, _SOME_TILES = 264, 640
 """Tiles of 16 rows up to which a card is only filled where many warps share the inputs of a row."""
 
@@ -65,6 +68,7 @@ class Tile:
         rows: tiles of 16 rows of a warp, gates and ups counted apart; 1 where is_wide.
         stages: steps of 64 inputs, of which a loader's steps are multiplied while the others are
             copied.
+        is_alone: whether it is of one token with values of fewer than 8 bits.
     """
 
     is_wide: bool
@@ -73,6 +77,7 @@ class Tile:
     sharing: int
     rows: int
     stages: int
+    is_alone: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -106,6 +111,8 @@ class Tile:
         else:
             chunk = loader.chunk_bytes(steps * self.rows)
             weights = self.stages // steps * self.sharing * chunk
+        if self.is_alone:  # every warp has the token
+            rows = self.sharing
         copied = self.splits * (weights + self.stages * rows * 128)
         row_sums = 68 if self.is_wide else 20 * self.rows
         return max(copied, self.sharing * self.splits * self.num_tiles * 8 * row_sums * 4)
@@ -128,8 +135,13 @@ class Tile:
         else:
             shape = f"{self.num_tiles}, {self.splits}, {self.sharing}, {self.rows}, {self.stages}"
             name = f"narrow<{shape}, {self.steps(loader)}, {kinds}>"
+            if self.is_alone:
+                name = f"alone<{shape.partition(', ')[2]}, {self.steps(loader)}, {kinds}>"
         is_deep = loader.steps > 1 and self.num_tiles <= 2
-        least_blocks = max(1, _MOST_WARPS // self.num_warps) if is_deep else 1
+        warps = self.num_warps
+        if self.is_alone:  # with more rows a warp needs the registers of several
+            warps *= self.rows // 2 if is_gated else self.rows
+        least_blocks = max(1, _MOST_WARPS // warps) if is_deep else 1
         return Kernel(name, self.num_warps * 32, is_half, least_blocks=least_blocks)
 
     def num_blocks(self, num_rows: int, *, is_gated: bool) -> int:
@@ -163,7 +175,7 @@ def tile_of(
     num_tiles = next(tiles for most, tiles in TOKEN_TILES.items() if num_tokens <= most)
     tiles = num_rows // 16
     if loader.steps > 1 and num_tiles <= 2:
-        return _deep_tile(num_tiles, num_rows, card, is_gated=is_gated, loader=loader)
+        return _deep_tile(num_tokens, num_rows, card, is_gated=is_gated, loader=loader)
     is_wide = card.is_hopper and num_tiles > 4 and tiles > _FEW_TILES
     if is_wide:
         splits = 4 if tiles <= _SOME_TILES else 2
@@ -211,28 +223,34 @@ def _splits(num_tiles: int, tiles: int, card: Card) -> int:
 
 
 def _deep_tile(
-    num_tiles: int, num_rows: int, card: Card, *, is_gated: bool, loader: Loader
+    num_tokens: int, num_rows: int, card: Card, *, is_gated: bool, loader: Loader
 ) -> Tile:
     """Return the shape of a product of at most 16 tokens with a quantised weight.
 
     Such weights are small: where a block has most of a multiprocessor, as many steps are copied
     ahead as there is room for, so that they arrive while earlier kernels run. Tokens of more than
     one tile are more bytes than the weights: few blocks of many warps read them. Few rows are left
-    to each block where blocks are few.
+    to each block where blocks are few. For one token, a warp takes several tiles of a light weight,
+    which share what it does for the token (so chosen on an H200 by timing steps of a 7B model).
     """
-    splits, result_rows = _splits(num_tiles, num_rows // 16, card), num_rows
-    sharing, rows = (2, 1) if num_tiles == 1 else (3, 2, 1), 1
-    if is_gated:
-        sharing, rows, result_rows = sharing if num_tiles == 1 else (6, *sharing), 2, num_rows // 2
+    num_tiles, is_alone = -(-num_tokens // 8), num_tokens == 1 and loader.steps > 2
+    splits = _splits(num_tiles, num_rows // 16, card)
+    rows, result_rows = (2, num_rows // 2) if is_gated else (1, num_rows)
+    shapes = [(2, rows)]  # warps with the same share, and tiles of each
+    if num_tiles == 2:
+        shapes = [(n, rows) for n in ((6, 3, 2, 1) if is_gated else (3, 2, 1))]
+    elif is_alone and loader.is_light and splits == 4 and card.shared_bytes >= _LARGE_SHARED_BYTES:
+        shapes = [(1, 4)] if is_gated else [_OF_ALL, *shapes]
     ahead = (12, 8, 6, 4) if splits == 8 else (8, 6, 4)
 
-    def tile_of_shape(each: int) -> Tile:
-        tiles = [Tile(False, num_tiles, splits, each, rows, n) for n in ahead]
+    def tile_of_shape(sharing: int, rows: int) -> Tile:
+        tiles = [Tile(False, num_tiles, splits, sharing, rows, n, is_alone) for n in ahead]
+        room = card.shared_bytes if (sharing, rows) == _OF_ALL else splits * _COPIED_BYTES
         return next(
             (
                 tile
                 for tile in tiles
-                if tile.shared_bytes(loader, 1) <= splits * _COPIED_BYTES
+                if tile.shared_bytes(loader, 1) <= room
                 and tile.shared_bytes(loader) <= card.shared_bytes
             ),
             tiles[-1],
@@ -243,11 +261,10 @@ def _deep_tile(
         return -(-blocks // card.multiprocessors) * tile.num_rows
 
     def fits(tile: Tile) -> bool:
-        has_room = tile.shared_bytes(loader) <= card.shared_bytes
-        return tile.num_warps <= _MOST_WARPS and has_room
+        return tile.num_warps <= _MOST_WARPS and tile.shared_bytes(loader) <= card.shared_bytes
 
-    shapes = [tile_of_shape(each) for each in sharing]
-    return min(filter(fits, shapes), key=rows_of_busiest, default=shapes[-1])
+    tiles = [tile_of_shape(*each) for each in shapes]
+    return min(filter(fits, tiles), key=rows_of_busiest, default=tiles[-1])
 
 
 @functools.cache
@@ -271,7 +288,7 @@ def launch_shape(
 
 def token_counts(max_tokens: int) -> list[int]:
     """Return a number of tokens for each kernel that products of so many tokens or fewer launch."""
-    counts = [most for most in TOKEN_TILES if most < max_tokens]
+    counts = [most for most in (1, *TOKEN_TILES) if most < max_tokens]
     return [*counts, min(max_tokens, MAX_SMALL_TOKENS)]
 
 

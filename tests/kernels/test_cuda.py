@@ -82,6 +82,22 @@ def test_weights_of_all_kinds_are_added_in_one_order(capability):
         assert order.setdefault(key, (tile.is_wide, tile.splits)) == (tile.is_wide, tile.splits)
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_one_token_has_a_kernel_of_its_own_where_values_are_small(is_gated):
+    """A ring of the token for each warp, beside that of its weights."""
+    card = products.Card(132, 227 * KIB, is_hopper=True)
+    for loader, rows in itertools.product(LOADERS, (4096, 12288, 22016)):
+        of = {"is_gated": is_gated, "loader": loader}
+        one, two = (products.tile_of(tokens, rows, card, **of) for tokens in (1, 2))
+        assert (one.is_alone, two.is_alone) == (loader.steps > 2, False)
+        if one.is_alone:
+            kernel = one.kernel(loader, is_gated=is_gated, is_half=True)
+            assert kernel.expression.startswith("alone<")
+            steps, chunks = one.steps(loader), one.stages // one.steps(loader)
+            ring = chunks * (loader.chunk_bytes(steps * one.rows) + steps * 128)
+            assert one.shared_bytes(loader, 1) == one.num_warps * ring
+
+
 @pytest.mark.parametrize("capability", CARDS, ids=str)
 def test_a_block_of_quantised_weights_has_room_for_what_eight_tokens_copy(capability):
     """One kernel serves 1 to 8 tokens, whose rows are copied as many as there are."""
@@ -367,6 +383,8 @@ def test_every_kernel_compiles_for_every_card(capability):
             tile = products.tile_of(tokens, 22016, card, is_gated=False, loader=loader)
             kernels.add(tile.kernel(loader, is_gated=False, is_half=is_half))
         kernels.add(restore_kernel(loader, is_half=at % 2 == 0))
+    gated = products.tile_of(1, 22016, card, is_gated=True, loader=QUANTISED[0])
+    kernels.add(gated.kernel(QUANTISED[0], is_gated=True, is_half=True))
     for kernel in sorted(kernels, key=repr):
         assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
 
