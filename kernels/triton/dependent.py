@@ -8,10 +8,11 @@ A program of every kernel that is launched so waits, if only before it ends, as 
 experts beside copies do; then waiting for the one before is waiting for all before. Programs that
 find nothing to do end at once: while they waited they would hold places on the card.
 `release` lets the next kernel take the room that is free. A kernel that fills the card calls it at
-once, so that the next one is there when its last programs end. A short kernel calls it after its
-own wait: otherwise programs of the next large kernel would take their places while those of the one
-before still hold theirs, and lie unevenly over the card (measured: a step takes longer than with no
-overlap at all).
+once, so that the next one is there when its last programs end. A norm does so too: few programs
+wait there, and the product behind it copies its first weights while the product before it ends. A
+short kernel of more programs calls it after its own wait: otherwise programs of the next large
+kernel would take their places while those of the one before still hold theirs, and lie unevenly
+over the card (measured: a step takes longer than with no overlap at all).
 """
 
 import functools

@@ -32,8 +32,8 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK_D)
     weights = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32) + OFFSET
     if OVERLAPS:
-        wait()
         release()
+        wait()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = (rows < num_rows)[:, None] & (columns < D)[None, :]
     starts = (rows // inner) * stride_outer + (rows % inner) * stride_inner
@@ -63,8 +63,8 @@ def _add_rms_norm_kernel(
     mask = columns < D
     weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32) + OFFSET
     if OVERLAPS:
-        wait()
         release()
+        wait()
     added = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
     sums_at = residual + row * stride_residual + columns
     sums = added + tl.load(sums_at, mask=mask, other=0.0).to(tl.float32)
@@ -95,8 +95,8 @@ def _rms_norm_add_kernel(
     mask = columns < D
     weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32) + OFFSET
     if OVERLAPS:
-        wait()
         release()
+        wait()
     values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
     sums_at = residual + row * stride_residual + columns
     before = tl.load(sums_at, mask=mask, other=0.0).to(tl.float32)

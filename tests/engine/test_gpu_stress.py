@@ -125,6 +125,6 @@ def test_control_one_slot_staged_before_its_last_use_changes_tokens(
     expected = growths.expected(dtype="float32").tokens
     monkeypatch.setattr(SlotRing, "begin_step", heedless(SlotRing.begin_step, None))
     with storm("device"):
-        llm = growths.open(dtype="float32", **PLACEMENTS["uva, staged"])
+        llm = growths.open(dtype="float32", **PLACEMENTS["uva, staged from 3 tokens on"])
         assert or_poison(lambda: grow(llm, growths.prompts).tokens) != expected
         llm.close()
