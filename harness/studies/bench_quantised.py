@@ -4,6 +4,7 @@ from functools import partial
 from typing import Final
 
 from harness.studies.table import (
+    BEFORE,
     Found,
     Judged,
     Targets,
@@ -22,6 +23,8 @@ STEP_TARGETS: Final = {
     "q4_k_m": {1: 0.5, 16: None, 64: None},
 }
 """Most of a step over that of 16-bit weights, by point and batch; None: no target."""
+BASES: Final = {BEFORE: "16 bits of the version before", PLAIN: "16 bits"}
+"""16-bit weights that steps are compared with, and their name; targets are over the first found."""
 PROMPTS: Final = (128, 512, 2048)
 LINK_TARGETS: Final = {
     "awq_prefetch": ("h2d", "link", 0.97),
@@ -31,19 +34,26 @@ LINK_TARGETS: Final = {
 
 
 def judge(found: Found, *, card: str | None, is_default: bool) -> Judged:
-    """Return the rows of the points that ran; ratios are held on every card."""
+    """Return the rows of the points that ran; ratios are held on every card.
+
+    Where a run of the version before the codes of lossless weights is given, targets are over its
+    figures; the 16-bit weights of this version stand beside them.
+    """
     del is_default
     table = Targets(found, is_absolute=False)
-    for name, targets in STEP_TARGETS.items():
-        title = table.title(name)
-        for batch, most in targets.items():
-            what = f"{title} / 16 bits, batch {batch}: step"
-            value = partial(step_ratio, name, PLAIN, batch)
-            table.add(f"{name} {PLAIN}", what, value, batch=batch, most=most)
-        for tokens in PROMPTS:
-            what = f"{title} / 16 bits, prefill 1 x {tokens} tokens"
-            value = partial(prompt_ratio, name, PLAIN, tokens)
-            table.add(f"{name} {PLAIN}", what, value, prompt=tokens)
+    held = next((base for base in BASES if base in found), PLAIN)
+    for base, words in BASES.items():
+        for name, targets in STEP_TARGETS.items():
+            title = table.title(name)
+            for batch, most in targets.items():
+                what = f"{title} / {words}, batch {batch}: step"
+                value = partial(step_ratio, name, base, batch)
+                bound = most if base == held else None
+                table.add(f"{name} {base}", what, value, batch=batch, most=bound)
+            for tokens in PROMPTS:
+                what = f"{title} / {words}, prefill 1 x {tokens} tokens"
+                value = partial(prompt_ratio, name, base, tokens)
+                table.add(f"{name} {base}", what, value, prompt=tokens)
     for name, (rate, words, least) in LINK_TARGETS.items():
         for batch in (1, 16):
             what = f"{table.title(name)}, batch {batch}: bytes / step time / {words} rate"

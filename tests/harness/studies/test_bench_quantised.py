@@ -23,6 +23,19 @@ def test_a_step_is_held_against_that_of_16_bits(point, batch, most):
         assert row.target == f"at most {most:g}"
 
 
+def test_targets_are_over_the_version_before_where_it_is_given():
+    found = {
+        "before": case("the version before", {1: decode(0.005)}),
+        "plain": case("float16", {1: decode(0.004)}),
+        "awq": case("int4", {1: decode(0.002)}),
+    }
+    found = rows(found)
+    row = found["int4 / 16 bits of the version before, batch 1: step"]
+    assert (row.share, row.target, row.is_met) == (pytest.approx(0.4), "at most 0.43", True)
+    row = found["int4 / 16 bits, batch 1: step"]
+    assert (row.share, row.target) == (pytest.approx(0.5), "")
+
+
 def test_other_batches_and_prompts_are_told_without_a_target():
     found = {
         "plain": case("float16", {64: decode(0.01)}, chunks={"512": 0.02}),
