@@ -1,5 +1,6 @@
 """Where files lie (conf/, TIGHTFIT_HOME), from any working folder; how JSON and YAML are read."""
 
+import errno
 import json
 import os
 import re
@@ -40,6 +41,25 @@ def tightfit_home() -> Path:
             "directory. Set it."
         )
     return (base / "tightfit").resolve()
+
+
+def make_home(*below: str) -> Path:
+    """Make tightfit_home(), or a folder below it; return it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    folder = tightfit_home().joinpath(*below)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"TIGHTFIT_HOME: expected a folder that can be written, got {tightfit_home()} "
+            f"({error.strerror}). Set TIGHTFIT_HOME to another one."
+        ) from error
+    return folder
 
 
 def expanded(path: str | Path) -> Path:

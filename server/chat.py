@@ -14,8 +14,9 @@ from httpx_sse import connect_sse
 from rich.console import Console
 
 from catalogue.own_server import OwnServer
-from catalogue.terminal import CommandParser, say
+from catalogue.terminal import CommandParser, UsageError, say
 from engine.errors import EngineError
+from server.flags import parse
 from server.lifecycle import ERROR
 from server.settings import API_KEY_VARIABLE
 
@@ -119,7 +120,11 @@ def _check(response: httpx.Response) -> None:
 
 
 def main(arguments: Sequence[str], prog: str = "tightfit chat") -> int:
-    """Talk until the user ends it; return the exit code."""
+    """Talk until the user ends it; return the exit code.
+
+    Raises:
+        ConfigError: The command line is wrong.
+    """
     # A word behind a flag of serve may be its value; the model comes first.
     model = next((word for word in arguments[:1] if not word.startswith("-")), None)
     asked, flags = _parser(prog).parse_known_args(list(arguments[model is not None :]))
@@ -127,12 +132,13 @@ def main(arguments: Sequence[str], prog: str = "tightfit chat") -> int:
     try:
         if model is None:
             if flags:
-                raise ChatError(
+                raise UsageError(
                     f"{prog}: expected a model before flags of an engine of its own, got "
                     f"{' '.join(flags)}."
                 )
             _talk(console, asked.url, asked)
         else:
+            parse([model, *flags])  # refuses a wrong flag without a server
             with own_server(model, flags, console) as url:
                 _talk(console, url, asked)
     except ChatError as error:

@@ -42,6 +42,7 @@ ALIASES: Final = {"kv-cpu-gib": "cpu_gib"}
 Settings = TypeVar("Settings", bound=ListenSettings)
 NOT_FLAGS: Final = ("spec", "facts_folder", "kept_folder", "model_name", "emulated_kv_tokens")
 """Keywords that a program gives, not a command line."""
+PROG: Final = "tightfit serve"
 SHORT: Final = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
@@ -85,25 +86,25 @@ def _settings() -> tuple[dict[str, Setting], dict[str, Setting]]:
     return engine, server
 
 
-def parse(arguments: Sequence[str], prog: str = "python -m server") -> Asked:
+def parse(arguments: Sequence[str]) -> Asked:
     """Return what a command line asks for; `--help` prints and ends the process.
 
     Raises:
         UsageError: There is no such flag, or it lacks a value.
         ConfigError: A value is of the wrong type, or no model is named.
     """
-    parser = _parser(prog)
+    parser = _parser()
     known, unknown = parser.parse_known_args(list(arguments))
     if unknown:
         hint = did_you_mean(unknown[0].partition("=")[0], flags())
-        raise UsageError(f"{prog}: expected flags of {prog} --help, got {' '.join(unknown)}.{hint}")
+        raise UsageError(f"{PROG}: expected flags of {PROG} --help, got {' '.join(unknown)}.{hint}")
     given = dict(vars(known))
     file = given.pop("config", None)
     if "model_flag" in given:
         flag = given.pop("model_flag")
         if given.setdefault("model", flag) != flag:
             raise UsageError(
-                f"{prog}: expected one model, got {given['model']!r} and --model {flag!r}."
+                f"{PROG}: expected one model, got {given['model']!r} and --model {flag!r}."
             )
     values = (_read(Path(file)) if file else {}) | given
     return _asked(values)
@@ -347,9 +348,9 @@ def _parsed(text: str, kind: Any) -> Any:
     return json.loads(text)
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog=prog,
+        prog=PROG,
         description="Serve a model behind the API of OpenAI's clients.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

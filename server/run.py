@@ -39,13 +39,13 @@ FAILED_S: Final = 5.0
 logger = logging.getLogger("server")
 
 
-def main(arguments: Sequence[str], prog: str = "python -m server") -> int:
+def main(arguments: Sequence[str]) -> int:
     """Serve what a command line asks for; return the exit code."""
     log_to_stderr("server")
     notifier = None
     try:
         notifier = Notifier.from_environment(os.environ)
-        asked = parse(arguments, prog)
+        asked = parse(arguments)
         keys = asked.server.keys()
         template = _template(asked.server.chat_template)
         listening = listen(asked.server)

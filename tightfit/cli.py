@@ -109,7 +109,7 @@ def _serve(arguments: list[str]) -> int:
     except EngineError as error:
         say(f"error: {error}")
         return EXIT_CONFIG
-    return main(arguments, prog="tightfit serve")
+    return main(arguments)
 
 
 def _of_profile(arguments: list[str]) -> list[str]:

@@ -212,7 +212,7 @@ def _server(options: argparse.Namespace, place: Place) -> Unit:
     if options.scope == "user" and not options.dry_run:
         with closing(Database.open()) as database:
             asked = arguments_of(options.profile, database)
-    settings = parse([*asked, *options.flags], "tightfit serve").server
+    settings = parse([*asked, *options.flags]).server
     return server_unit(options.profile, place, options.flags, drain_s=settings.drain_s)
 
 

@@ -212,9 +212,13 @@ APPENDED_GROUPS: Final = ("model", "experiment", "study")
 
 
 def _decimal_hint(typed: str) -> str:
-    """Return how to write a number whose decimal sign was a comma; empty for other values."""
+    """Return how to write a number that has a comma; empty for other values."""
     found = re.fullmatch(r"[^=]*=(-?\d+),(\d+)", typed)
-    return f" A decimal number has a point: {found[1]}.{found[2]}." if found else ""
+    if found is None:
+        return ""
+    whole, part = found.groups()
+    thousands = f" Write thousands without a comma: {whole}{part}." if len(part) == 3 else ""
+    return f"{thousands} A decimal number has a point: {whole}.{part}."
 
 
 def is_hydra(override: Override) -> bool:

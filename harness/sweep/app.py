@@ -18,7 +18,7 @@ from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import Container, DictConfig, OmegaConf
 
-from catalogue.files import tightfit_home
+from catalogue.files import make_home, tightfit_home
 from catalogue.terminal import EXIT_NOT_ALL_OK, EXIT_OK, error_facts, say, show
 from engine.errors import ConfigError
 from harness.config.cli_args import CommandLine
@@ -195,7 +195,7 @@ def run(line: CommandLine, document: Document | None = None) -> int:
     if line.cfg is not None:
         sys.stdout.write("---\n".join(_print_point(point, line) for point in plan.points))
         return EXIT_OK
-    _make_home()
+    _check_home()
     _check_store(plan)
     planned = check_studies(plan, line.config_dir)
     modes = {point.config.mode for point in plan.points}
@@ -203,12 +203,13 @@ def run(line: CommandLine, document: Document | None = None) -> int:
         raise ConfigError("mode: expected run or plan for all points, got both. Run them apart.")
     if modes == {"plan"}:
         _check_planned(plan)
+        if plan.multirun:  # which keeps a table
+            make_home("runs")
         from harness.sweep.plan import show_plans  # noqa: PLC0415  not for runs
 
         return show_plans(plan, check_comparisons(plan, line.config_dir), document)
     _check_packages(plan)
-    require_room(tightfit_home())
-    require_writable("TIGHTFIT_HOME", tightfit_home() / "runs")
+    require_room(make_home("runs"))
     require_writable_stores([point.config.tracking for point in plan.points], tightfit_home())
     _check_folder(plan)
     _check_inputs(plan)
@@ -242,20 +243,12 @@ def _check_inputs(plan: Plan) -> None:
             raise ConfigError(str(error)) from error
 
 
-def _make_home() -> None:
-    folder = tightfit_home() / "runs"
-    if "${" in str(folder):
+def _check_home() -> None:
+    if "${" in str(tightfit_home()):
         raise ConfigError(
             f"TIGHTFIT_HOME: expected a path without ${{, which is a reference in a configuration, "
             f"got {tightfit_home()}. Set TIGHTFIT_HOME to another one."
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"TIGHTFIT_HOME: expected a folder that can be written, got {tightfit_home()} "
-            f"({error.strerror}). Set TIGHTFIT_HOME to another one."
-        ) from error
 
 
 def _check_store(plan: Plan) -> None:

@@ -108,7 +108,7 @@ def _reasons(
 
 
 def _rest(records: Sequence[RunRecord], total: int) -> Iterator[str]:
-    """What the same command would run, and what it would take over."""
+    """What the same command would run, and what it would take over, unless it has a rerun=."""
     num_ok = sum(record.status == "ok" for record in records)
     if num_ok == total:
         return
@@ -118,8 +118,8 @@ def _rest(records: Sequence[RunRecord], total: int) -> Iterator[str]:
     s = "s"[: num_ok != 1]
     rest = ", ".join(f"{count} {status}" for status, count in counts.items())
     yield (
-        f"The same command reuses {num_ok} point{s} and runs {total - num_ok} ({rest}); "
-        "rerun=none reuses all that ended."
+        f"Without rerun=, the same command reuses {num_ok} point{s} and runs {total - num_ok} "
+        f"({rest}); rerun=none reuses all that ended."
     )
 
 

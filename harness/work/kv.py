@@ -86,6 +86,7 @@ class KVWatch(Watch):
         super().__init__(llm, clock)
         self._before = counts(llm.stats())
         self._look(self._begin_s)
+        self._next_s = self._begin_s  # the first step is noted, however short the part is
 
     def _row(self) -> list[float] | None:
         now = counts(self._llm.stats())
@@ -117,16 +118,20 @@ class KVWatch(Watch):
         }
 
     def _use(self, now: Counts) -> dict[str, float | None]:
-        """Return mean and highest share of each tier that held content over the rows."""
+        """Return mean and highest share of each tier that held content after a step.
+
+        The first and the last row are of before and after the requests.
+        """
         found: dict[str, float | None] = {}
+        rows = self._rows[1:-1]
         for tier, names in HELD.items():
-            blocks = now.get(f"{tier}.blocks", 0)
+            blocks = now.get(f"{tier}.blocks", 0) if rows else 0
             places = [1 + COLUMNS.index(name) for name in names]
-            used = [sum(row[place] for place in places) for row in self._rows]
+            used = [sum(row[place] for place in places) for row in rows]
             found[f"kv/{tier}_used_share"] = sum(used) / len(used) / blocks if blocks else None
             found[f"kv/{tier}_used_peak_share"] = max(used) / blocks if blocks else None
-        owned = [row[1] for row in self._rows]
-        blocks = now.get("gpu.blocks", 0)
+        owned = [row[1] for row in rows]
+        blocks = now.get("gpu.blocks", 0) if rows else 0
         found["kv/gpu_owned_share"] = sum(owned) / len(owned) / blocks if blocks else None
         return found
 

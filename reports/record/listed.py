@@ -129,9 +129,10 @@ LISTED: Final[Mapping[str, str]] = {
     "kv/h2d_gb_s": "of kv/transfer_gb_s, from host to device",
     "kv/link_share": "kv/h2d_gb_s / mean of link/h2d_gb_s and link/h2d_after_gb_s",
     "kv/gpu_used_share": (
-        "mean share of the GPU's blocks that are owned or hold a reusable prefix, over that part"
+        "mean share of the GPU's blocks that are owned or hold a reusable prefix, read after steps"
+        " of that part, at most four times a second"
     ),
-    "kv/gpu_used_peak_share": "highest value of it; read at most four times a second",
+    "kv/gpu_used_peak_share": "highest value of it",
     "kv/gpu_owned_share": "mean share of the GPU's blocks that sequences owned",
     "kv/cpu_used_share": "as kv/gpu_used_share, of the host tier, with blocks under way",
     "kv/cpu_used_peak_share": "as kv/gpu_used_peak_share, of the host tier",

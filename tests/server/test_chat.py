@@ -6,6 +6,7 @@ import httpx
 import pytest
 from rich.console import Console
 
+from engine.errors import ConfigError
 from server import chat
 from server.chat import ChatError, Conversation, Timing, main
 from tests.server.launch import Served
@@ -51,7 +52,19 @@ def test_the_terminal_shows_answers_and_rates(
 def test_what_cannot_be_talked_to_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", "http://127.0.0.1:1"]) == 1
     assert "tightfit chat MODEL" in capsys.readouterr().err.replace("\n", " ")
-    assert main(["--max-num-seqs", "4"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-num-seqs", "4"], "tightfit chat: expected a model before flags"),
+        (["glass", "--max-num-seq", "4"], "tightfit serve: expected flags .* --max-num-seqs?"),
+        (["glass", "--max-num-seqs", "x"], "max-num-seqs: expected an integer"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_a_server_starts(arguments, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(arguments)
 
 
 @pytest.mark.slow

@@ -302,6 +302,10 @@ def test_mistakes_in_a_user_s_files_are_named(
             "offload.uva.cpu_offload_gb=3,11",
             ["several values", "A decimal number has a point: 3.11."],
         ),
+        (
+            "engine.max_model_len=4,096",
+            ["Write thousands without a comma: 4096.", "A decimal number has a point: 4.096."],
+        ),
         ("engine.gpu_memory_utilization='0,9'", ["A decimal number has a point: 0.9."]),
         ("offload=none,,uva", ["Remove the comma that has no value beside it."]),
         ("offload=none,uva,", ["Remove the comma that has no value beside it."]),

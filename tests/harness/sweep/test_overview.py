@@ -64,7 +64,7 @@ def test_choices_are_shown_in_full_and_the_same_command_is_told(tmp_path):
     found = lines(tmp_path, record(text, {"load/total_s": 3.0}), other)
     assert found[3].split()[1] == text
     assert "  point 1, offload=none: no_fit: 2.45 GiB short." in found
-    rest = "The same command reuses 1 point and runs 1 (1 no_fit); rerun=none reuses all"
+    rest = "Without rerun=, the same command reuses 1 point and runs 1 (1 no_fit); rerun=none"
     assert rest in " ".join(" ".join(found).split())
 
 

@@ -75,13 +75,20 @@ def test_counts_are_those_since_it_was_made():
 
 def test_use_is_noted_a_few_times_a_second():
     metrics, rows = run(10)
-    assert [row[0] for row in rows["rows"]] == pytest.approx([0, 0.3, 0.6, 0.9, 1.0])
+    assert [row[0] for row in rows["rows"]] == pytest.approx([0, 0.1, 0.4, 0.7, 1.0, 1.0])
     place = rows["columns"].index("gpu.owned")
-    assert [row[place] for row in rows["rows"]] == [0, 3, 6, 9, 10]
+    assert [row[place] for row in rows["rows"]] == [0, 1, 4, 7, 10, 10]
     assert (rows["part"], rows["gpu_blocks"], rows["cpu_blocks"]) == ("serve", 10, 40)
-    assert metrics["kv/gpu_used_share"] == pytest.approx(28 / 5 / 10)
+    assert metrics["kv/gpu_used_share"] == pytest.approx(22 / 4 / 10)
     assert metrics["kv/gpu_used_peak_share"] == 1
     assert metrics["kv/cpu_used_peak_share"] == 11 / 40
+
+
+@pytest.mark.parametrize(("steps", "used"), [(0, None), (1, 0.1), (2, 0.1)])
+def test_use_is_that_of_steps_however_short_the_part(steps, used):
+    metrics, _ = run(steps)
+    names = ["kv/gpu_used_share", "kv/gpu_used_peak_share", "kv/gpu_owned_share"]
+    assert [metrics[name] for name in names] == [used] * 3
 
 
 def test_long_parts_keep_fewer_rows(monkeypatch):
@@ -113,12 +120,13 @@ def test_the_links_share_is_over_both_probes():
     assert kv_link_share(rates) == {}
 
 
-def test_rows_become_time_series_of_one_row_a_second():
+def test_rows_become_time_series_of_one_row_a_second(monkeypatch):
+    monkeypatch.setattr("harness.work.watch.PERIOD_S", 0.35)  # no row is on a full second
     _, rows = run(30)  # 3 s of 0.1 s; a block has 1 GiB
     found = list(kv_series(rows))
     used = [(time_s, gib) for name, time_s, gib in found if name == "kv_gpu_used_gib"]
-    assert [time_s for time_s, _ in used] == pytest.approx([0, 1.2, 2.4])
+    assert [time_s for time_s, _ in used] == pytest.approx([0, 1.3, 2.5])
     assert [gib for _, gib in used] == [0, 10, 10]
     host = [gib for name, _, gib in found if name == "kv_cpu_used_gib"]
-    assert host == [1, 13, 25]
+    assert host == [1, 14, 26]
     assert list(kv_series(None)) == []

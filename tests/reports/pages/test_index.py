@@ -12,6 +12,7 @@ import pytest
 from reports.__main__ import main
 from reports.pages.index import write_index
 from reports.record.record import RecordError
+from tests.console.browser import browsing
 from tests.reports.conftest import write_run
 from tests.reports.examples import config, no_fit_record, ok_record
 from tests.reports.pages.test_write import EVIL, read_html
@@ -122,3 +123,17 @@ def test_a_home_without_runs_has_a_page_and_no_home_is_refused(tmp_path, capsys)
     assert "No run yet below" in read_html(tmp_path, "index.html").words
     with pytest.raises(RecordError, match="expected a folder that holds runs, got none"):
         write_index(tmp_path / "none")
+
+
+@pytest.mark.browser
+def test_every_column_is_shown_at_1280_px(tmp_path):
+    for point, name in enumerate(("offload=none,engine.max_num_seqs=8", "offload=uva,kv=cpu")):
+        record = light_record(name=name, run_id=str(point), config=config())
+        record.config["model"]["name"] = "smollm2_135m"
+        record.effective["warnings"] = ["something"]
+        write_run(record, tmp_path / "runs" / "20261130-152753-742286-59f6ad" / str(point))
+    with browsing() as browser:
+        browser.resize(1280)
+        browser.open(write_index(tmp_path).as_uri())
+        hidden = "[...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
+        assert browser.run(f"return {hidden}") == [0, 0]
