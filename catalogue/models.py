@@ -313,8 +313,8 @@ def _is_model(content: Mapping[str, Any]) -> bool:
 def _to_model(name: str, path: Path, content: Mapping[str, Any]) -> Model:
     if not _is_model(content):
         raise ConfigError(
-            f"model {name}: expected a model with a source, got {path}, which says of no weights "
-            "where they are. Choose another one, or give the folder itself."
+            f"model {name}: expected a model with a source, got {path}, which does not say where "
+            "weights are. Choose another one, or give the folder itself."
         )
     try:
         model: Model = from_plain(Model, content)

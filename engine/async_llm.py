@@ -163,6 +163,9 @@ class AsyncLLM:
             self, _end_thread, self._thread, self._commands, self._owner
         )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._llm!r})"
+
     @classmethod
     def from_config(cls, config: "EngineConfig", *, max_pending: int = MAX_PENDING) -> "AsyncLLM":
         """Build an engine and its asynchronous door."""

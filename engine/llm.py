@@ -38,8 +38,9 @@ from engine.plan.cards import DeviceFacts
 from engine.plan.memory import MemoryPlan
 from engine.plan.planner import plan_candidates, plan_memory
 from engine.snapshot import Snapshot, take_snapshot
+from engine.text.messages import Messages, is_conversation
 from engine.text.sessions import Prompt, Sessions, interrupt_afterwards
-from engine.text.tokenizer import Messages, chat_tokens, is_conversation
+from engine.text.tokenizer import chat_tokens
 
 _LOG = logging.getLogger("tightfit")
 

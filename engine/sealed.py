@@ -10,7 +10,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Final
@@ -127,6 +127,11 @@ def _freeze(value: Any) -> Any:
     if isinstance(value, dict):
         return SealedDict((key, _freeze(item)) for key, item in value.items())
     return frozenset(value) if isinstance(value, set) else value
+
+
+def is_one_of(value: object, values: Iterable[object]) -> bool:
+    """Return whether a value is, or equals, one of some."""
+    return any(value is each or (each is not None and value == each) for each in values)
 
 
 def number_fault(

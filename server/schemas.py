@@ -17,6 +17,7 @@ from pydantic import (
 
 from engine.asked.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams, StructuredOutput
 from engine.errors import RequestError
+from engine.text.messages import content_text
 from server.errors import APIError, about_form, bad_value, shown, unsupported
 
 MAX_N: Final = 128
@@ -400,23 +401,10 @@ def _list(value: Any) -> list[Any]:
 
 
 def _content(param: str, content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = []
-    for place, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(text, str):
-            raise bad_value(
-                f"{param}.{place}",
-                f"{param}.{place}: expected a part with type text and a text (this model takes no "
-                f"other), got {shown(kind or part)}.",
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    try:
+        return "" if content is None else content_text(content, param)
+    except RequestError as error:
+        raise bad_value(str(error.param), str(error)) from error
 
 
 def _call(param: str, call: Any) -> dict[str, Any]:

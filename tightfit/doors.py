@@ -77,7 +77,7 @@ def plan(model: str, gpu: str | None = None, **keywords: Unpack[Keywords]) -> Me
     return replace(found, notes=tuple(map(as_keywords, found.notes)))
 
 
-def read_run(run: str = LATEST) -> RunRecord:
+def read_run(run: str | Path = LATEST) -> RunRecord:
     """Return the record of a run; one with a rate that no link can carry is not valid.
 
     Args:
@@ -87,7 +87,7 @@ def read_run(run: str = LATEST) -> RunRecord:
         ConfigError: there is no such run.
         RecordError: it has no record that can be read.
     """
-    return believed(load_run(find_run(run)))
+    return believed(load_run(find_run(str(run))))
 
 
 def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:

@@ -1,6 +1,7 @@
 """Runs by their id: found in TIGHTFIT_HOME, opened in a browser, compared."""
 
 import os
+import re
 import sys
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from catalogue.files import expanded, tightfit_home
 from catalogue.terminal import EXIT_OK, CommandParser, columns, say, show
 from engine.errors import ConfigError, did_you_mean
 from engine.lines import wrapped
+from reports.record.folders import each_point
 
 if TYPE_CHECKING:
     from reports.compare import Run
@@ -39,7 +41,8 @@ def find_run(word: str) -> Path:
 
     Args:
         word: `latest`, an id or its beginning, either with /POINT for a point of a sweep, or a
-            folder; the id of a search is its name.
+            folder; the id of a search is its name. The id of a run is that of its folder, or
+            that of its record.
 
     Raises:
         ConfigError: there is none, or several begin so.
@@ -62,6 +65,11 @@ def find_run(word: str) -> Path:
     matching = [path for path in matching if path.name == first] or matching
     if len(matching) == 1 and (matching[0] / point).is_dir():
         return matching[0] / point
+    if re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", word):  # as records and pages have it
+        kept = (item for name in KEPT_IN for item in each_point(tightfit_home() / name))
+        told = [item.folder for item in kept if item.record and item.record.run_id == word]
+        if told:
+            return min(told)  # later ones took it over
     names = [folder.name for folder in folders]
     if len(matching) > 1:
         listed = ", ".join(folder.name for folder in matching[:_SHORT])

@@ -18,7 +18,7 @@ from engine.asked.kv import KVConfig, KVTransferConfig
 from engine.asked.offload import BACKENDS, OffloadConfig
 from engine.errors import SPOKEN, ConfigError, EngineError, closest, did_you_mean
 from engine.model.spec import ModelSpec
-from engine.sealed import Setting, describe_type, from_plain, settings, without_null
+from engine.sealed import Setting, describe_type, from_plain, is_one_of, settings, without_null
 
 COMBINED = {
     "offload_config": "An OffloadConfig or a dict of its fields, in the place of single ones.",
@@ -176,7 +176,7 @@ def _refuse(name: str, value: object, every: list[str], door: str) -> None:
             hint = " A budget is gpu_memory_gib=16. tightfit.plan takes the name of a card."
         raise ConfigError(f"{door}: unknown keyword {name!r}.{hint}")
     inert, why = NOT_SUPPORTED[name]
-    if not any(value is each or (each is not None and value == each) for each in inert):
+    if not is_one_of(value, inert):
         raise ConfigError(f"{name}={value!r}: not supported: {why}")
 
 

@@ -4,12 +4,12 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import partial, wraps
 from numbers import Integral, Real
 from typing import Any, Final
 
 from engine.errors import RequestError, did_you_mean
-from engine.sealed import number_fault
+from engine.sealed import is_one_of, number_fault
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -113,32 +113,41 @@ def sampler_workspace_bytes(vocab_size: int) -> int:
     return max(greedy, drawing)
 
 
-NOT_SUPPORTED: Final[Mapping[str, str]] = {
-    "allowed_token_ids": "set logit_bias=-100 for tokens that must not come.",
-    "bad_words": "set logit_bias=-100 for the tokens of words that must not come.",
-    "best_of": "all n answers are returned. Rank them by cumulative_logprob.",
-    "detokenize": "text is always decoded if the model has a tokenizer; this takes no engine time.",
-    "do_sample": "temperature=0 is greedy, other temperatures draw.",
-    "early_stopping": "there is no beam search. Draw n answers.",
-    "extra_args": "there is nothing that takes them.",
-    "flat_logprobs": "each token's log-probabilities are a dict.",
-    "guided_choice": "set structured=StructuredOutput(choice=...).",
-    "guided_decoding": "set structured=StructuredOutput(...).",
-    "guided_grammar": "set structured=StructuredOutput(grammar=...).",
-    "guided_json": "set structured=StructuredOutput(json_schema=...).",
-    "guided_regex": "set structured=StructuredOutput(regex=...).",
-    "include_stop_str_in_output": "text ends before the stop string, which stop_reason names.",
-    "length_penalty": "there is no beam search. Draw n answers.",
-    "logits_processors": "logits stay on the device. Use logit_bias, or the penalties.",
-    "output_kind": "generate returns whole outputs; AsyncLLM.tokens yields what is new.",
-    "response_format": "set structured=StructuredOutput(...).",
-    "skip_special_tokens": "text never has them; token_ids do.",
-    "spaces_between_special_tokens": "text has no special tokens.",
-    "structured_outputs": "set structured=StructuredOutput(...).",
-    "truncate_prompt_tokens": "a prompt is taken whole or refused. Cut it before.",
-    "use_beam_search": "answers are drawn or greedy. Draw n of them.",
+NOT_SUPPORTED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "allowed_token_ids": ((None,), "set logit_bias=-100 for tokens that must not come."),
+    "bad_words": ((None, []), "set logit_bias=-100 for the tokens of words that must not come."),
+    "best_of": ((None,), "all n answers are returned. Rank them by cumulative_logprob."),
+    "detokenize": (
+        (True,),
+        "text is always decoded if the model has a tokenizer; this takes no engine time.",
+    ),
+    "do_sample": ((), "temperature=0 is greedy, other temperatures draw."),
+    "early_stopping": ((False,), "there is no beam search. Draw n answers."),
+    "extra_args": ((None, {}), "there is nothing that takes them."),
+    "flat_logprobs": ((False,), "each token's log-probabilities are a dict."),
+    "guided_choice": ((None,), "set structured=StructuredOutput(choice=...)."),
+    "guided_decoding": ((None,), "set structured=StructuredOutput(...)."),
+    "guided_grammar": ((None,), "set structured=StructuredOutput(grammar=...)."),
+    "guided_json": ((None,), "set structured=StructuredOutput(json_schema=...)."),
+    "guided_regex": ((None,), "set structured=StructuredOutput(regex=...)."),
+    "include_stop_str_in_output": (
+        (False,),
+        "text ends before the stop string, which stop_reason names.",
+    ),
+    "length_penalty": ((1,), "there is no beam search. Draw n answers."),
+    "logits_processors": (
+        (None, []),
+        "logits stay on the device. Use logit_bias, or the penalties.",
+    ),
+    "output_kind": ((), "generate returns whole outputs; AsyncLLM.tokens yields what is new."),
+    "response_format": ((None,), "set structured=StructuredOutput(...)."),
+    "skip_special_tokens": ((True,), "text never has them; token_ids do."),
+    "spaces_between_special_tokens": ((True, False), "text has no special tokens."),
+    "structured_outputs": ((None,), "set structured=StructuredOutput(...)."),
+    "truncate_prompt_tokens": ((None,), "a prompt is taken whole or refused. Cut it before."),
+    "use_beam_search": ((False,), "answers are drawn or greedy. Draw n of them."),
 }
-"""Names that other engines have -> why they are refused here."""
+"""Names that other engines have -> values that change nothing here, and why there is no other."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -201,10 +210,11 @@ class SamplingParams:
     def __new__(cls, *_: Any, **given: Any) -> "SamplingParams":
         """Refuse names that there are not, with the closest one, or why there is none."""
         known = cls.__dataclass_fields__
-        for name in given:
-            if name in NOT_SUPPORTED:
-                raise RequestError(f"{name}: not supported: {NOT_SUPPORTED[name]}", param=name)
-            if name not in known:
+        for name, value in given.items():
+            inert, why = NOT_SUPPORTED.get(name, ((), None))
+            if why is not None and not is_one_of(value, inert):
+                raise RequestError(f"{name}={value!r}: not supported: {why}", param=name)
+            if why is None and name not in known:
                 hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
                 raise RequestError(f"SamplingParams: unknown parameter {name!r}.{hint}", param=name)
         return object.__new__(cls)
@@ -369,6 +379,18 @@ class SamplingParams:
             )
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, low=0, hint="Pass token ids.")
+
+
+_dataclass_init = SamplingParams.__init__
+
+
+@wraps(_dataclass_init)
+def _init(self: SamplingParams, **given: Any) -> None:
+    own = {name: value for name, value in given.items() if name not in NOT_SUPPORTED}
+    _dataclass_init(self, **own)  # __new__ has refused the others that would change something
+
+
+SamplingParams.__init__ = _init  # type: ignore[method-assign]
 
 
 def check_text(name: str, value: object, hint: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import Any, Final
 from engine.asked.sampling import SamplingParams
 from engine.errors import CheckpointError, EngineError, RequestError
 from engine.model.gguf import files_of, is_gguf, read_gguf
+from engine.text.messages import Messages, plain_messages
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SAMPLING_DEFAULTS: Final = {
@@ -283,17 +283,6 @@ def _set_first(tokenizer: Any, metadata: Mapping[str, Any], *, is_usual: bool) -
     )
 
 
-Messages = SequenceOf[Mapping[str, Any]]
-"""A conversation: dicts with `role` (system, user, assistant, ...) and `content`."""
-
-
-def is_conversation(messages: object) -> bool:
-    """Return whether this is one conversation, and not a list of them."""
-    if isinstance(messages, list | tuple):
-        return not messages or isinstance(messages[0], Mapping)
-    return True
-
-
 def chat_tokens(tokenizer: Any | None, messages: Messages, /, **template: Any) -> list[int]:
     """Return the tokens of a conversation; arguments and errors are those of `chat_text`."""
     text = chat_text(tokenizer, messages, **template)
@@ -318,7 +307,7 @@ def chat_text(tokenizer: Any | None, messages: Messages, /, **template: Any) -> 
             "token ids.",
             param="messages",
         )
-    _check(messages)
+    messages = plain_messages(messages)
     given = {"add_generation_prompt": True, **template}
     if not given.get("chat_template") and not tokenizer.chat_template:
         raise RequestError(
@@ -327,7 +316,7 @@ def chat_text(tokenizer: Any | None, messages: Messages, /, **template: Any) -> 
             param="messages",
         )
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
     except Exception as error:  # a template raises what it likes
         reason = " ".join(str(error).split())[:300]
         raise RequestError(
@@ -335,18 +324,3 @@ def chat_text(tokenizer: Any | None, messages: Messages, /, **template: Any) -> 
             "the messages, or give another chat_template.",
             param="messages",
         ) from error
-
-
-def _check(messages: object) -> None:
-    if not isinstance(messages, list | tuple) or not messages:
-        raise RequestError(
-            f"messages: expected a list of dicts with role and content, got {messages!r}.",
-            param="messages",
-        )
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(
-                f"messages: expected dicts with role and content, got {message!r}. Write "
-                "{'role': 'user', 'content': '...'}.",
-                param="messages",
-            )

@@ -129,6 +129,7 @@ def test_requests_stream_and_end_apart() -> None:
             assert (second.request_id, second.outputs[0].token_ids) == ("b", [21, 20])
             assert door.num_pending == 0
             assert door.failure is None
+            assert repr(door) == f"AsyncLLM({engine!r})"
         assert engine.is_closed
         assert engine.threads != {threading.get_ident()}
         assert len(engine.threads) == 1

@@ -272,12 +272,20 @@ def test_conversations_are_written_by_the_template(text_folder: Path) -> None:
         assert tokens_of(llm.chat(MESSAGES, params, chat_template=TEMPLATE)) == expected
         several = llm.chat([MESSAGES, MESSAGES], params, chat_template=TEMPLATE)
         assert tokens_of(several) == expected * 2
+        parts = [{"role": "user", "content": [{"type": "text", "text": "the sea"}]}]
+        assert tokens_of(llm.chat(parts, params, chat_template=TEMPLATE)) == expected
         [bare] = llm.chat(MESSAGES, params, chat_template=TEMPLATE, add_generation_prompt=False)
         assert len(bare.prompt_token_ids) < len(written)
         for messages, words in (
             ([], "expected a list of dicts"),
             ([{"content": "x"}], "expected dicts with role and content, got {'content': 'x'}"),
             ("hello", "expected a list of dicts with role and content, got 'hello'"),
+            (
+                [*parts, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+                "messages.1.content.0: expected a part with type text and a text (this model takes "
+                "no other), got 'image_url'",
+            ),
+            ([{"role": "user", "content": 5}], "messages.0.content.0: expected a part"),
         ):
             with pytest.raises(RequestError) as caught:
                 llm.chat(messages, chat_template=TEMPLATE)

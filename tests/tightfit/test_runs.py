@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import tightfit
 from engine.errors import ConfigError
 from engine.lines import WIDTH
 from tests.reports.examples import ok_record
@@ -49,6 +50,18 @@ def test_a_run_is_found_by_its_id(home: Path) -> None:
         find_run("/0")
     with pytest.raises(ConfigError, match=f"Did you mean {OLD}"):
         find_run(OLD.replace("aaa", "aac"))
+
+
+def test_a_run_is_found_by_the_id_that_its_page_shows(home: Path) -> None:
+    told = "20251212-101011-dddddd"
+    for sweep in ("20251213-101010-cccccc", "20251212-101010-cccccc"):  # the later one took it over
+        folder = home / "runs" / sweep / "1"
+        folder.mkdir(parents=True)
+        ok_record(run_id=told).write(folder / "result.json")
+    assert find_run(told) == folder
+    assert tightfit.read_run(told) == tightfit.read_run(folder)
+    with pytest.raises(ConfigError, match="the id of a run"):
+        tightfit.read_run(Path("absent"))
 
 
 def test_a_search_is_found_by_its_name(home: Path) -> None:

@@ -1,4 +1,5 @@
 import copy
+import inspect
 import math
 import pickle
 
@@ -133,11 +134,20 @@ def test_a_name_that_there_is_not_is_refused_with_the_closest_one():
 
 def test_names_of_other_engines_are_refused_with_the_reason():
     assert not NOT_SUPPORTED.keys() & SamplingParams.__dataclass_fields__.keys()
-    for name, why in NOT_SUPPORTED.items():
+    for name, (_, why) in NOT_SUPPORTED.items():
         with pytest.raises(RequestError) as caught:
-            SamplingParams(**{name: True})
-        assert str(caught.value) == f"{name}: not supported: {why}"
+            SamplingParams(**{name: "other"})
+        assert str(caught.value) == f"{name}='other': not supported: {why}"
         assert why.endswith(".")
+
+
+def test_values_of_other_engines_that_change_nothing_are_taken():
+    for name, (inert, _) in NOT_SUPPORTED.items():
+        for value in inert:
+            assert SamplingParams(top_k=3, **{name: value}) == SamplingParams(top_k=3)
+    assert "skip_special_tokens" not in inspect.signature(SamplingParams).parameters
+    with pytest.raises(TypeError, match="takes 1 positional argument"):
+        SamplingParams(0.5)
 
 
 def test_copies_are_alike():
