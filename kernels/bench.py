@@ -70,11 +70,12 @@ from kernels.bench_timing import (
 )
 from kernels.bench_weights import WEIGHT_CASES
 from kernels.expert_arguments import ExpertArrays, ExpertCache, expert_cache
-from kernels.ops import attention, kv, linear, norm
+from kernels.ops import attention, kv, linear, logits, norm
 from kernels.ops import expert_cache as expert_ops
 from kernels.ref import attention as ref_attention
 from kernels.ref import kv as ref_kv
 from kernels.ref import linear as ref_linear
+from kernels.ref import logits as ref_logits
 from kernels.ref import norm as ref_norm
 from kernels.sizes import expert_cache_bytes
 
@@ -272,10 +273,18 @@ def _gated(op: str, batches: tuple[int, ...], device: torch.device) -> Iterator[
         )
 
 
+def _most_probable(device: torch.device) -> Iterator[Case]:
+    for num_rows, size in ((1, 32000), (64, 32000), (16, 151936)):
+        rows = torch.randn((num_rows, size), device=device)
+        run, twin = (partial(module.most_probable, rows) for module in (logits, ref_logits))
+        yield Case(f"most_probable {num_rows} x {size}", run, rows.nbytes, twin)
+
+
 OPERATORS: Final[Mapping[str, Callable[[torch.device], Iterator[Case]]]] = {
     "rms_norm": partial(_norms, "rms_norm", 2),
     "add_rms_norm": partial(_norms, "add_rms_norm", 4),
     "rms_norm_add_": partial(_norms, "rms_norm_add_", 3),
+    "most_probable": _most_probable,
     "rotary_write_kv_": _rotary,
     "silu_mul": partial(_activations, "silu_mul"),
     "gelu_mul": partial(_activations, "gelu_mul"),

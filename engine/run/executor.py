@@ -315,6 +315,7 @@ class DeviceExecutor:
     def warm_up(self, num_tokens: int) -> None:
         """Run prefills of `num_tokens` and fewer of padding, and decodes: kernels are compiled."""
         plan, batches = self._plan, self._batches
+        self.sampler.warm_up()
         # Products of few tokens have kernels of their own for up to 8, 16, 32 and 64 of them.
         few = () if plan.facts.emulated else (16, 32, MAX_SMALL_TOKENS)
         for size in sorted({num_tokens, *few}, reverse=True):

@@ -33,6 +33,7 @@ from engine.asked.sampling import (
 )
 from engine.asked.sampling import PENALTY_PAGE_TOKENS as PAGE
 from engine.errors import EngineError
+from kernels.ops.logits import most_probable
 
 NO_ROWS = range(0)
 SENT_BYTES: Final = 2**16
@@ -379,6 +380,13 @@ class Sampler:
         if self._reach is not None:
             self._targets = [self._reach(host) for host in self._hosts]
 
+    def warm_up(self) -> None:
+        """Compile the kernel of the most probable tokens.
+
+        Stream: enqueued on the current stream; waits for nothing.
+        """
+        most_probable(torch.zeros((1, self.vocab_size), device=self.device))
+
     def enqueue(self, logits_SV: Tensor, rows: SequenceOf[SampleRow]) -> PendingTokens:
         """Start choosing a token for each row; `collect` returns them once the work is done.
 
@@ -431,8 +439,8 @@ class Sampler:
         with torch.inference_mode():
             for at in range(0, len(token_ids), portion):
                 raw_DV, tokens_D = logits_SV[at : at + portion], tokens_S[at : at + portion]
-                largest_D = raw_DV.max(dim=-1).values
-                log_sums_D = _log_sums(raw_DV, largest_D)
+                found_D2, largest_D = most_probable(raw_DV)
+                log_sums_D = found_D2[:, 1].neg()
                 picked_D = raw_DV.gather(1, tokens_D[:, None])[:, 0] - largest_D
                 logprobs_D = picked_D.double() - log_sums_D
                 ranks = _ranks(raw_DV, tokens_D, largest_D, log_sums_D, width)
@@ -478,12 +486,14 @@ class Sampler:
         Token, log-probability; its rank, K tokens, K log-probabilities. If `is_changed`, logits of
         some row may have to be.
         """
-        largest_S, tokens_S = raw_SV.max(dim=-1)
-        log_sums_S = _log_sums(raw_SV, largest_S)
+        found_S2, largest_S = most_probable(raw_SV)
         work_SV = self._adjust(raw_SV, rows) if is_changed else raw_SV
+        drawing = [at for at, row in enumerate(rows) if not row.params.is_greedy]
+        if work_SV is raw_SV and not drawing and width is None:
+            return found_S2
+        tokens_S, log_sums_S = found_S2[:, 0].long(), found_S2[:, 1].neg()
         if work_SV is not raw_SV:
             tokens_S = work_SV.argmax(dim=-1)
-        drawing = [at for at, row in enumerate(rows) if not row.params.is_greedy]
         if len(drawing) == len(rows):
             tokens_S = self._draw(work_SV, rows)
         elif drawing:
@@ -643,14 +653,6 @@ def _ranks(
         picked_DK -= largest_D[:, None]
         columns += [ids_DK.double(), picked_DK.double() - log_sums_D[:, None]]
     return torch.cat(columns, dim=1)
-
-
-def _log_sums(raw_SV: Tensor, largest_S: Tensor) -> Tensor:
-    """Return [S] float64, log(sum(exp(logit - largest))) of each row; NaN for unusable rows.
-
-    The exponentials are summed in float32, pairwise: an error of some 2^-22 of the sum.
-    """
-    return (raw_SV - largest_S[:, None]).exp_().sum(dim=-1).double().log_()
 
 
 def _sort_rows(work_DV: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -171,5 +171,6 @@ def test_decodes_without_a_graph_run_before_the_first_request(first_eager, expec
     )
     executor, ran = DeviceExecutor.__new__(DeviceExecutor), []
     executor._plan, executor._batches, executor._run = plan, batches, ran.append
+    executor.sampler = Sampler(VOCAB, "cpu")
     executor.warm_up(128)
     assert [batch for batch in ran if batch is not None] == expected
