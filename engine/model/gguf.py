@@ -7,7 +7,7 @@ of general.alignment.
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,11 @@ from engine.model.schemes import GGUF_TYPES
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
+_DAMAGES: Final = (
+    *(struct.error, ValueError, KeyError, TypeError),
+    *(OverflowError, MemoryError, RecursionError),
+)
+"""What reading a damaged header raises."""
 _STRING, _ARRAY = 8, 9
 _NUMBERS: Final = MappingProxyType(
     {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -168,7 +173,7 @@ def read_gguf(path: Path) -> GGUFModel:
         own, found = _read_file(file)
         # The first file has the model's metadata, the others what splits it.
         metadata = {**own, **metadata}
-        tensors |= found
+        tensors = _apart(file, tensors, found.items())
     return GGUFModel(path, metadata, tensors)
 
 
@@ -193,9 +198,24 @@ def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
             if alignment <= 0:
                 raise ValueError(f"general.alignment: expected more than 0, got {alignment}")
             data = -(-stream.tell() // alignment) * alignment
-    except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
+    except _DAMAGES as error:
         raise CheckpointError(f"{file}: not a GGUF file ({error}). Fetch it again.") from error
-    return metadata, {info[0]: _tensor(file, size, data, *info) for info in infos}
+    found = [(info[0], _tensor(file, size, data, *info)) for info in infos]
+    return metadata, _apart(file, {}, found)
+
+
+def _apart(
+    file: Path, known: Mapping[str, GGUFTensor], found: Iterable[tuple[str, GGUFTensor]]
+) -> dict[str, GGUFTensor]:
+    """Return known tensors with those of one file, of which none may be there twice."""
+    every, end, last = dict(known), 0, ""
+    for name, tensor in sorted(found, key=lambda each: each[1].start):
+        if name in every:
+            raise CheckpointError(f"{file}: expected {name} once, found it twice. Fetch it again.")
+        if tensor.start < end:
+            raise CheckpointError(f"{file}: {last} and {name} share bytes. Fetch it again.")
+        every[name], end, last = tensor, tensor.start + tensor.num_bytes, name
+    return every
 
 
 def _bytes(stream: BinaryIO, count: int) -> bytes:

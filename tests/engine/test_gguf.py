@@ -175,6 +175,36 @@ def test_damaged_files_are_refused_by_name(tmp_path):
             read_folder(other)
 
 
+def test_entries_of_a_header_that_contradict_each_other_are_refused(tmp_path):
+    def of(values: bytes, infos: bytes = b"", *, counts: tuple[int, int] = (0, 1)) -> Path:
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf"
+        head = b"GGUF" + struct.pack("<IQQ", 3, *counts) + values + infos
+        file.write_bytes(head.ljust(1024, b"\0"))
+        return file
+
+    def text(word: bytes) -> bytes:
+        return struct.pack("<Q", len(word)) + word
+
+    def info(name: bytes, offset: int) -> bytes:
+        return text(name) + struct.pack("<IQIQ", 1, 8, 0, offset)
+
+    nested = struct.pack("<IQ", 9, 1) * 20_000
+    alignment = text(b"general.alignment") + struct.pack("<IIQ", 9, 4, 0)
+    for file, message in (
+        (of(text(b"a") + struct.pack("<I", 9) + nested), "not a GGUF file"),
+        (of(alignment), "not a GGUF file"),
+        (of(b"", info(b"a", 0) + info(b"a", 32), counts=(2, 0)), "expected a once"),
+        (of(b"", info(b"a", 0) + info(b"b", 16), counts=(2, 0)), "a and b share bytes"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_gguf(file)
+    parts = [tmp_path / f"x-0000{n}-of-00002.gguf" for n in (1, 2)]
+    for part in parts:
+        of(b"", info(b"a", 0), counts=(1, 0)).rename(part)
+    with pytest.raises(CheckpointError, match=r"00002\.gguf: expected a once"):
+        read_gguf(parts[0])
+
+
 def test_what_is_not_supported_is_refused_by_name(tmp_path):
     def of(arch: str, kind: Kind = Kind.F32, name: str = "token_embd.weight") -> Path:
         file = tmp_path / f"{arch}_{kind.name}_{name}.gguf"
