@@ -41,6 +41,8 @@ FILE_DTYPES = {
     "U8": "uint8",
     "F8_E4M3": "float8_e4m3fn",
 }
+OWN_CONFIGS: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside a config.json without quantization_config, and the method whose they are."""
 COMPARED_BYTES = 1 << 22
 """Bytes read at a time of two tables that may be equal."""
 LENGTH_BYTES: Final = 8
@@ -94,7 +96,7 @@ def read_folder(folder: Path) -> ModelFolder:
     spec = ModelSpec.from_hf_config(config, dtype)
     if stated_dtype(text_part_of(config)) is not None:
         notes = []
-    stored = with_experts(stored, spec)
+    stored = by_our_names(stored, spec)
     if spec.quantization and stored:
         spec = _as_stored(spec, stored)
     notes += quantization_notes(text_part_of(config))
@@ -119,9 +121,18 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder}: expected a folder with config.json, found none. Give the path of a "
             "checkpoint on this machine, or a name that `tightfit models list` shows."
         )
+    content = _read_object(file)
+    for name, method in OWN_CONFIGS.items():
+        own = folder / name
+        if "quantization_config" not in content and own.is_file():
+            content["quantization_config"] = {"quant_method": method} | _read_object(own)
+    return content
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(file, f"not JSON ({error})") from error
     if not isinstance(content, dict):
         kind = type(content).__name__
@@ -249,7 +260,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(file, f"not a safetensors file ({error!r})") from error
     _check_apart(file, found)
     return found
@@ -330,7 +341,7 @@ def find_tensors(
         CheckpointError: A file is absent or damaged, or does not match the model's sizes.
     """
     stored, note = text_part(read_headers(folder))
-    stored = with_experts(with_tied(stored, spec), spec)
+    stored = by_our_names(with_tied(stored, spec), spec)
     check_checkpoint(stored, spec, formats, folder)
     return stored, note
 
@@ -343,10 +354,14 @@ def with_tied(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, 
 
 
 _EXPERTS: Final = re.compile(
-    r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.(?:(gate)|experts\.(gate_up|down)_proj)"
-    r"(?:\.weight)?"
+    r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\."
+    r"(?:(gate)(?:\.weight)?|experts\.(gate_up|down)_proj(?:\.weight|(_scale))?)"
 )
 """Names of a router and of experts that one tensor has: the layer, and what it is of each."""
+_EXPERT: Final = re.compile(
+    r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate|up|down)_proj\.(.+)"
+)
+"""Names of one expert as transformers builds it, which llm-compressor writes for Mixtral too."""
 
 
 _INTERLEAVED: Final = re.compile(
@@ -356,15 +371,16 @@ _INTERLEAVED: Final = re.compile(
 """Names of what all experts of a layer have in one tensor where gates and ups are in turn."""
 
 
-def with_experts(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Return the tensors with those of all experts of a layer as tensors of each expert.
+def by_our_names(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Return the tensors by the names of a model's parameters, each expert's on their own.
 
-    transformers keeps gates and ups of a layer in one tensor, [experts, gates then ups, inputs],
-    and may save them so, under names of its own.
+    weight_scale_inv is another name of weight_scale. transformers keeps gates and ups of a layer in
+    one tensor, [experts, gates then ups, inputs], and may save them so, under names of its own.
     """
+    stored = {name.removesuffix("_inv"): tensor for name, tensor in stored.items()}
     names = spec.architecture.experts
     if names is None:
-        return dict(stored)
+        return stored
     found: dict[str, StoredTensor] = {}
     if names.is_interleaved:
         for name, tensor in stored.items():
@@ -377,7 +393,11 @@ def with_experts(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[st
             else:
                 found[name] = tensor
         return found
+    one = {"gate": names.gates[0], "up": names.gates[-1], "down": names.down}
     for name, tensor in stored.items():
+        if match := _EXPERT.fullmatch(name):
+            found[f"{match[1]}{one[match[3]].format(match[2])}.{match[4]}"] = tensor
+            continue
         match = _EXPERTS.fullmatch(name)
         if match is None:
             found[name] = tensor
@@ -386,7 +406,7 @@ def with_experts(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[st
         elif len(tensor.shape) == 3:
             parts = names.gates if match[3] == "gate_up" else (names.down,)
             found |= {
-                f"{match[1]}{part.format(expert)}.weight": each
+                f"{match[1]}{part.format(expert)}.weight{match[4] or ''}": each
                 for expert, whole in enumerate(rows_of(tensor, tensor.shape[0]))
                 for part, each in zip(parts, rows_of(whole, len(parts)), strict=True)
             }

@@ -107,14 +107,23 @@ def _names(found: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 
 def _plain(found: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     """Return what stays plain: the head, and modules whose names have any of some parts."""
-    # transformers takes any part of a name.
-    kept = (f"re:.*{re.escape(name)}" for name in _names(found, *keys) if name != "lm_head")
+    # As in transformers, a part ends where a name between dots does: gate is no gate_proj.
+    names = (name.rstrip(".") for name in _names(found, *keys) if name != "lm_head")
+    kept = (rf"re:.*{re.escape(name)}(\.|$)" for name in names)
     return "lm_head", *kept
+
+
+def _layout_name(found: Mapping[str, Any], old_key: str, default: str) -> str:
+    """Return what stands under `format`, or under the key that it had before."""
+    names = {str(found[key]).lower() for key in ("format", old_key) if found.get(key)}
+    if len(names) > 1:
+        raise _refused(f"got format={found['format']!r} beside {old_key}={found[old_key]!r}")
+    return names.pop() if names else default
 
 
 def _read_awq(found: Mapping[str, Any]) -> Quantisation:
     """Read what AutoAWQ writes; a scale is float16 there whatever the model's dtype is."""
-    version = str(found.get("version", "gemm")).lower()
+    version = _layout_name(found, "version", "gemm")
     bits, group = _whole(found, "bits", "w_bit"), _whole(found, "group_size", "q_group_size")
     if version != "gemm":
         raise _refused(f"got AWQ with version={version!r}, expected gemm")
@@ -129,7 +138,7 @@ def _read_awq(found: Mapping[str, Any]) -> Quantisation:
 def _read_gptq(found: Mapping[str, Any]) -> Quantisation:
     """Read what AutoGPTQ and GPTQModel write."""
     bits, group = _whole(found, "bits"), _whole(found, "group_size")
-    version = str(found.get("checkpoint_format") or "gptq").lower()
+    version = _layout_name(found, "checkpoint_format", "gptq")
     if bits not in {4, 8}:
         raise _refused(f"got GPTQ with {bits} bits, expected 4 or 8")
     if version not in {"gptq", "gptq_v2"}:

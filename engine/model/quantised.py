@@ -598,12 +598,16 @@ def _as_stored(scheme: Scheme, modules: Iterable[str], stored: Mapping[str, str]
     return replace(scheme, scale_dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
 
 
-SCALES: Final = ("scales", "weight_scale", "weight_scale_inv")
+SCALES: Final = ("scales", "weight_scale")
 """What scales are called in a checkpoint."""
 UNUSED: Final = MappingProxyType(
     {
-        "compressed-tensors": ("input_scale", "output_scale", "k_scale", "v_scale"),
-        "fp8": ("input_scale", "k_scale", "v_scale"),
+        "compressed-tensors": tuple(
+            f"{of}_{what}"
+            for of in ("input", "output", "q", "k", "v")
+            for what in ("scale", "zero_point")
+        ),
+        "fp8": ("input_scale", "activation_scale", "k_scale", "v_scale", "kv_scale"),
     }
 )
 """By method, ends of the names of parameters that say how activations are quantised."""

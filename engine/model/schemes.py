@@ -168,13 +168,12 @@ def _packed(scheme: Scheme, rows: int, columns: int) -> Arrays:
 def _bytes(scheme: Scheme, rows: int, columns: int) -> Arrays:
     """Return what is kept of whole bytes: int8, or float8."""
     is_float, shape = scheme.layout != "int-quantized", _scale_shape(scheme, rows, columns)
-    is_inverse = scheme.layout == "fp8" and scheme.rows > 1
     has_zero = not (is_float or scheme.symmetric)
     return Arrays(
         "float8_e4m3fn" if is_float else "uint8",
         (
             ("weight", (rows, columns), "float8_e4m3fn" if is_float else "int8"),
-            ("weight_scale_inv" if is_inverse else "weight_scale", shape, None),
+            ("weight_scale", shape, None),
             *((("weight_zero_point", shape, "int8"),) if has_zero else ()),
         ),
         offset=0 if is_float or has_zero else 128,

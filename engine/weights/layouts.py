@@ -56,10 +56,20 @@ def make(
         CheckpointError: The arrays contradict each other.
     """
     made, row = _MAKERS[source.scheme.layout](source, stored), source.row
+    if any(not _is_finite(made[name]) for name in ("scale", "low") if name in made):
+        raise CheckpointError(
+            f"{source.parameters[0][1].name}: expected finite scales, got some that are not. Fetch "
+            "the checkpoint again."
+        )
     for name, each in (in_tiles(made, source.scheme.bits) if "values" in made else made).items():
         view = views[source.prefix + name]
         place = view if name in WHOLE else view[row : row + len(each)]
         place.copy_(each, non_blocking=True)
+
+
+def _is_finite(scales: torch.Tensor) -> bool:
+    """Whether all scales are; 255 is the NaN of e8m0, which is read as uint8."""
+    return bool((scales != 255 if scales.dtype == torch.uint8 else scales.isfinite()).all())
 
 
 def in_tiles(made: Mapping[str, torch.Tensor], bits: int) -> Arrays:
@@ -154,9 +164,8 @@ def _packed(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
 
 
 def _bytes(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
-    scale = stored.get("weight_scale", stored.get("weight_scale_inv"))
-    assert scale is not None
-    values, found = stored["weight"].view(torch.uint8), {"scale": _by_columns(scale, source)}
+    values = stored["weight"].view(torch.uint8)
+    found = {"scale": _by_columns(stored["weight_scale"], source)}
     if source.scheme.layout == "int-quantized":
         values = values ^ 128  # from two's complement to an offset of 128
         if "weight_zero_point" in stored:

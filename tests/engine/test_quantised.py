@@ -1,5 +1,7 @@
 """Quantised checkpoints: weights to the last bit, tokens of transformers, residences, refusals."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tests.engine.quantised import (
     Way,
     awq,
     change_config,
+    float8,
     gptq,
     packed,
     read_back,
@@ -248,6 +251,8 @@ def compressed_of(
     [
         ({"quant_method": "hqq"}, "quant_method='hqq'.*Supported: AWQ"),
         ({"quant_method": "awq", "version": "gemv"}, "version='gemv', expected gemm"),
+        ({"quant_method": "awq", "format": "gemv"}, "version='gemv', expected gemm"),
+        ({"quant_method": "awq", "format": "gemv", "version": "gemm"}, "format='gemv' beside"),
         ({"quant_method": "awq", "bits": 3}, "AWQ with 3 bits, expected 4"),
         ({"quant_method": "awq", "zero_point": False}, "zero_point=false"),
         ({"quant_method": "awq", "group_size": "128"}, "whole number for group_size, got '128'"),
@@ -311,6 +316,149 @@ def damage(folder: Path, target: Path, change: dict[str, Any]) -> None:
         if how is not None:
             tensors[name] = how(found).contiguous()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        *(("awq, groups of 32", "scales"), ("gptq 4, groups of 64", "scales")),
+        *(("packed 4, zero points, float16", "weight_scale"), ("int8", "weight_scale")),
+        *(("fp8 of blocks", "weight_scale_inv"), ("nf4", "weight.absmax")),
+        ("nf4, nested", "weight.nested_absmax"),
+    ],
+)
+def test_scales_that_are_not_finite_are_refused(name, suffix, folders, tmp_path):
+    folder, _, _ = folders(name)
+    for value in (torch.nan, torch.inf):
+        damage(
+            folder,
+            tmp_path,
+            {
+                suffix: lambda x, value=value: (
+                    x.flatten().index_fill(0, torch.tensor([x.numel() - 1]), value).view(x.shape)
+                )
+            },
+        )
+        with pytest.raises(CheckpointError, match=r"down_proj.*expected finite scales"):
+            open_llm(tmp_path, **LIMITS)
+
+
+def test_what_config_json_says_may_stand_under_other_keys_or_in_a_file_of_its_own(
+    folders, tmp_path
+):
+    """GPTQ's version under `format`, as newer quantisers have it; files of older ones."""
+    for name, file, changes in (
+        ("gptq 8, v2", "config.json", {"format": "gptq_v2", "checkpoint_format": None}),
+        ("gptq 8, v2", "quantize_config.json", {"quant_method": None}),
+        (
+            "awq, groups of 32",
+            "quant_config.json",
+            {"quant_method": None, "bits": None, "w_bit": 4},
+        ),
+    ):
+        folder, _, _ = folders(name)
+        known = read_folder(folder).spec.quantization
+        damage(folder, tmp_path, {})
+        config = {k: v for k, v in {**WAYS[name].config, **changes}.items() if v is not None}
+        if file == "config.json":
+            change_config(tmp_path, quantization_config=config)
+        else:
+            change_config(tmp_path, quantization_config=None)
+            (tmp_path / file).write_text(json.dumps(config))
+        assert read_folder(tmp_path).spec.quantization == known
+        (tmp_path / file).unlink()
+
+
+def test_a_header_of_many_levels_is_refused(folders, tmp_path):
+    damage(folders(FAST[0])[0], tmp_path, {})
+    header = b"[" * 200_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        read_folder(tmp_path)
+
+
+def renamed(folder: Path, target: Path, change: Callable[[str], str]) -> dict[str, torch.Tensor]:
+    """Copy a checkpoint with other names, and return its tensors."""
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = {change(k): x for k, x in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        (
+            "fp8 of matrices",
+            ("weight_scale", "input_scale"),
+            ("weight_scale_inv", "activation_scale"),
+        ),
+        ("fp8 of matrices", ("input_scale",), ("kv_scale",)),
+        ("float8 of rows", ("input_scale",), ("input_zero_point",)),
+    ],
+)
+def test_scales_have_the_names_of_every_quantiser(name, old, new, folders, tmp_path):
+    folder, _, meant = folders(name)
+
+    def change(full: str) -> str:
+        module, _, suffix = full.rpartition(".")
+        return f"{module}.{dict(zip(old, new, strict=True)).get(suffix, suffix)}"
+
+    assert any(full.endswith(new) for full in renamed(folder, tmp_path, change))
+    llm = open_llm(tmp_path, dtype="float32", **LIMITS)
+    check_weights(llm, meant)
+    llm.close()
+
+
+def test_experts_have_the_names_of_every_quantiser(tmp_path):
+    """Mixtral's as llm-compressor names them, and scales of all experts in one tensor."""
+    folder, _, meant = write(tmp_path, float8("block", method="fp8"), "mixtral")
+    ours = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+
+    def change(name: str) -> str:
+        for before, after in ours.items():
+            name = name.replace(before, after)
+        return name
+
+    target = tmp_path / "renamed"
+    target.mkdir()
+    tensors = renamed(folder, target, change)
+    _check_experts(target, meant)
+    for layer in range(2):
+        start = f"model.layers.{layer}.block_sparse_moe.experts."
+        scales = {
+            part: torch.stack(
+                [tensors.pop(f"{start}{n}.{part}_proj.weight_scale_inv") for n in range(5)]
+            )
+            for part in ("gate", "up", "down")
+        }
+        start = start.replace("block_sparse_moe", "mlp")
+        both = torch.cat([scales["gate"], scales["up"]], 1)
+        tensors |= {
+            f"{start}gate_up_proj_scale_inv": both,
+            f"{start}down_proj_scale_inv": scales["down"],
+        }
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    _check_experts(target, meant)
+
+
+def _check_experts(folder: Path, meant: dict[str, torch.Tensor]) -> None:
+    llm = open_llm(folder, dtype="float32", **LIMITS)
+    check_weights(llm, meant)
+    llm.close()
+
+
+def test_a_router_that_stays_plain_says_nothing_of_gates(tmp_path):
+    way = awq(32)
+    folder, _, _ = write(
+        tmp_path,
+        Way(way.config | {"modules_to_not_convert": ["gate"]}, way.make),
+        "qwen3_moe",
+        moe_intermediate_size=128,
+    )
+    found = read_folder(folder).spec.quantisation
+    assert found.scheme_of("model.layers.0.mlp.gate") is None
+    assert found.scheme_of("model.layers.0.mlp.experts.0.gate_proj") is not None
 
 
 def test_a_file_that_is_cut_short_is_refused(folders, tmp_path):
