@@ -1,8 +1,11 @@
 """Completion in shells: `tightfit completion bash` prints what a shell evaluates."""
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from typing import Final
 
 from catalogue.terminal import EXIT_OK, CommandParser
@@ -81,14 +84,14 @@ def candidates(line: str, commands: Sequence[str]) -> list[str]:
     if not before:
         return [name for name in commands if name.startswith(last)]
     match before:
+        case _ if last.startswith("-"):
+            found = _options(before)
         case ["run" | "plan" | "sweep" | "ab" | "search", *typed]:
             return _settings(" ".join([*typed, last]))
         case ["models"]:
             found = list(_model_verbs())
         case ["service"]:
             found = list(_service_verbs())
-        case ["serve", *_] if last.startswith("-"):
-            found = _flags()
         case ["models" | "serve" | "chat", *_]:
             found = _model_names()
         case ["open" | "compare", *_]:
@@ -126,10 +129,15 @@ def _model_names() -> list[str]:
     return names()
 
 
-def _flags() -> list[str]:
-    from server.flags import flags  # noqa: PLC0415  when it is asked
+def _options(before: Sequence[str]) -> list[str]:
+    """Return the options that the help of a command names."""
+    from tightfit.cli import run  # noqa: PLC0415  which has this as a command
 
-    return flags()
+    words = before[:2] if before[0] in {"models", "service"} else before[:1]
+    words = ["run"] if words[0] in {"plan", "sweep", "ab"} else words
+    with redirect_stdout(StringIO()) as text, suppress(SystemExit):
+        run([*words, "--help"])
+    return [*dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", text.getvalue()))]
 
 
 def _runs() -> list[str]:

@@ -219,6 +219,14 @@ def test_an_end_from_outside_is_one_json_document_too(
         ),
         ("tightfit plan model=olmo7b engine.max_num_s", ["engine.max_num_seqs="]),
         ("tightfit version x", []),
+        ("tightfit run offload=uva --js", ["--json"]),
+        ("tightfit plan --config", ["--config-dir"]),
+        ("tightfit search --maxi", ["--maximize"]),
+        ("tightfit serve glass --max-num-s", ["--max-num-seqs"]),
+        ("tightfit models fetch --co", ["--config-dir"]),
+        ("tightfit ui --po", ["--port"]),
+        ("tightfit doctor -", ["--json", "--help"]),
+        ("tightfit absent --", []),
     ],
 )
 def test_the_last_word_is_completed(line: str, found: list[str], home: Path) -> None:
