@@ -70,9 +70,6 @@ class PoolStats:
     """Host contents that gave way and are on the GPU too."""
     evicted_cpu: int = 0
     """Host contents that gave way and are gone."""
-    duplicates: int = 0
-    """Blocks whose content was findable in the same tier when they became full; not findable
-    themselves."""
 
     def count_claim(
         self, on_gpu: int, loaded: int, in_place: int, missed: int, *, resumed: bool
@@ -348,9 +345,9 @@ class TieredBlockPool:
         owners, first_host = self.states.owners, self.num_gpu_blocks
         return len([b for b in block_ids if b >= first_host and owners[b]])
 
-    def num_too_many(self, found: Sequence[int]) -> int:
-        """Return for how many host blocks of those found the GPU has no room now."""
-        return max(0, self._num_taken(found) - self.num_free)
+    def num_too_many(self, found: Sequence[int], keep: int) -> int:
+        """Return for how many of the blocks found the GPU has no room now beside `keep` others."""
+        return max(0, self._num_taken(found) - max(0, self.num_free - keep))
 
     def num_allocatable(self, room: Room, keep: int = 0) -> int:
         """Return how many blocks `allocate` can hand out now."""
@@ -435,9 +432,7 @@ class TieredBlockPool:
         states = self.states
         states.check_key(block_id, key)
         index = states.gpu_index if block_id < self.num_gpu_blocks else states.cpu_index
-        if key in index:
-            self.stats.duplicates += index[key] != block_id
-        else:
+        if key not in index:
             states.set_key(block_id, key)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:

@@ -92,7 +92,7 @@ class BlockGroups:
         self.long_tokens = self._long_tokens()
         """A sequence of more tokens is long: it may own host blocks."""
         self.num_given_back = 0
-        """Counts times that blocks were given back."""
+        """Counts times that blocks were given back, by owners or by moves that are done."""
         self._ahead = [0] * len(self.pools)
 
     @classmethod
@@ -282,17 +282,18 @@ class BlockGroups:
         first, *others = self.pools
         return min([first.num_allocatable(room), *[pool.num_free for pool in others]])
 
-    def begin(self, sequence: Sequence, found: Found, *, alone: bool) -> bool:
+    def begin(self, sequence: Sequence, found: Found, *, alone: bool, keep: int = 0) -> bool:
         """Give a sequence the blocks found just now; return whether there is room for them.
 
         It runs once what is loaded of them is there (`is_pending`).
         One that is long or alone begins behind as many of them as there is room for; of one that is
-        long what the GPU could never hold, or has no room for now, stays in the host tier.
+        long what the GPU could never hold, or has no room for now beside `keep` blocks of others,
+        stays in the host tier.
         """
         in_place, is_long = 0, self.is_long(sequence)
         if is_long:
             over = self.num_over(sequence.num_tokens)
-            in_place = max(over, self.pools[0].num_too_many(found.blocks[0]))
+            in_place = max(over, self.pools[0].num_too_many(found.blocks[0], keep))
         if not self._can_claim(found, in_place):
             if not alone and not is_long:
                 return False
@@ -392,18 +393,26 @@ class BlockGroups:
         self.num_given_back += 1
         return num_tokens
 
-    def movable(self, sequences: Iterable[Sequence]) -> tuple[Counter[int], Counter[int]]:
+    def movable(self, sequences: SequenceOf[Sequence]) -> tuple[Counter[int], Counter[int]]:
         """Return full blocks of the first group that these sequences alone own, and how many do.
 
-        First those on the GPU, then those in the host tier.
+        First those on the GPU, then those in the host tier. All have a key: they get it now where
+        they had none, without prefix caching or because an equal block of their tier had it.
         """
         pool, size, counts = self.pools[0], self.block_size, Counter[int]()
         for sequence in sequences:
             gone, full = sequence.num_gone[0], sequence.num_computed // size
             counts.update(sequence.block_tables[0][gone:full])
-        near, far, owners = Counter[int](), Counter[int](), pool.states.owners
+        owners, keys = pool.states.owners, pool.states.keys
+        nameless = {block_id for block_id in counts if keys[block_id] is None}
+        for sequence in sequences if nameless else ():
+            known = self._keys(sequence, sequence.num_computed)
+            for block_id, key in zip(sequence.block_tables[0], known, strict=False):
+                if block_id in nameless:
+                    pool.register(block_id, key)
+        near, far = Counter[int](), Counter[int]()
         for block_id, count in counts.items():
-            if owners[block_id] == count:
+            if owners[block_id] == count and keys[block_id] is not None:
                 (near if block_id < pool.num_gpu_blocks else far)[block_id] = count
         return near, far
 
@@ -419,30 +428,20 @@ class BlockGroups:
         Returns:
             How many GPU blocks are free for it.
         """
-        new = self.pools[0].demote(self._named(sequences, block_ids))
+        new = self.pools[0].demote(block_ids)
         self._replace(sequences, new)
         self.num_given_back += 1
         return len(new)
 
-    def copy(self, sequences: SequenceOf[Sequence], block_ids: SequenceOf[int]) -> None:
-        """Store copies of GPU blocks of sequences, so that `demote` needs none to be brought."""
-        self.pools[0].copy(self._named(sequences, block_ids))
+    def copy(self, block_ids: SequenceOf[int]) -> None:
+        """Store copies of GPU blocks that are `movable`, so that `demote` need not bring them."""
+        self.pools[0].copy(block_ids)
 
     def promote(self, sequences: SequenceOf[Sequence], block_ids: SequenceOf[int]) -> int:
         """Let sequences use GPU blocks instead of host blocks; as `demote`, return how many."""
-        new = self.pools[0].promote(self._named(sequences, block_ids))
+        new = self.pools[0].promote(block_ids)
         self._replace(sequences, new)
         return len(new)
-
-    def _named(self, sequences: SequenceOf[Sequence], block_ids: SequenceOf[int]) -> list[int]:
-        """Return the blocks with a key of their own; without prefix caching they get it now."""
-        pool, wanted = self.pools[0], set(block_ids)
-        for sequence in () if self.policy.prefix_caching else sequences:
-            keys = self._keys(sequence, sequence.num_computed)
-            for place, block_id in enumerate(sequence.block_tables[0][: len(keys)]):
-                if block_id in wanted:
-                    pool.register(block_id, keys[place])
-        return [block_id for block_id in block_ids if pool.states.keys[block_id] is not None]
 
     def _replace(self, sequences: Iterable[Sequence], new: Mapping[int, int]) -> None:
         """Put other blocks into tables."""

@@ -45,10 +45,12 @@ class Admission:
         outlook: Outlook,
         *,
         is_turn: bool = False,
+        keep: int = 0,
     ) -> bool:
         """Give a waiting sequence the blocks found of it, if it may begin; return whether it does.
 
-        If others have just given way (`is_turn`), it needs no more room than a new one.
+        If others have just given way (`is_turn`), it needs no more room than a new one. A long one
+        leaves `keep` blocks on the GPU, as far as what it begins behind is in the host tier too.
         """
         groups, limit = self._groups, self._max_model_len
         if not running:
@@ -61,7 +63,7 @@ class Admission:
         most = sequence.max_length(limit) - 1
         more_tokens = 0 if is_turn else self.more_tokens(sequence)
         if groups.can_admit(sequence, most, found, others, more_tokens):
-            return groups.begin(sequence, found, alone=False)
+            return groups.begin(sequence, found, alone=False, keep=keep)
         self._refused[groups.is_long(sequence)] = sequence.seq_id, groups.num_given_back, 0
         return False
 

@@ -426,24 +426,33 @@ class Scheduler:
     def _next(self) -> Iterator[Sequence]:
         """Yield who may begin next: the front of the queue, and the first short one behind it.
 
-        The latter where the front is long and others like it run: it waits for those anyway. It
-        comes first where a place is left for the front, which could take GPU blocks with a prefix.
+        The latter where the front is long and waits for others like it, or for its keys. It comes
+        first where a place is left for the front, which could take GPU blocks with a prefix.
         """
         first, is_long = self.waiting[0], self.groups.is_long
         short: list[Sequence] = []
-        if is_long(first) and any(map(is_long, self.running)):
+        if is_long(first) and (any(map(is_long, self.running)) or self._lacks_keys(first)):
             mine = (s for s in self.waiting if s.priority == first.priority and not is_long(s))
             short = list(islice(mine, 1))
         has_two_places = len(self.running) + 1 < self.config.max_num_seqs
         yield from (*short, first) if has_two_places else (first, *short)
 
+    def _lacks_keys(self, sequence: Sequence) -> bool:
+        """Return whether making the keys of a sequence takes longer than others are to wait."""
+        return self.groups.num_unnamed(sequence) >= LONG_BLOCKS
+
     def _begin(self, sequence: Sequence, outlook: Outlook, *, is_busy: bool) -> bool:
         """Give a sequence that waits its blocks, if it may begin; return whether it does."""
         if self._awaits_prompt(sequence):
             return False
-        if is_busy and self.groups.num_unnamed(sequence) >= LONG_BLOCKS:
+        if is_busy and self._lacks_keys(sequence):
             return False
-        return self._admission.begin(sequence, self.running, outlook, is_turn=self._is_turn)
+        is_long, keep = self.groups.is_long(sequence), 0
+        if is_long:
+            keep = self._sharing.num_kept(self.waiting, self.running)
+        return self._admission.begin(
+            sequence, self.running, outlook, is_turn=self._is_turn, keep=keep
+        )
 
     def _begin_next(self, outlook: Outlook, *, is_busy: bool) -> Sequence | None:
         """Let the next sequence of the queue begin, if limits and blocks allow.
@@ -532,7 +541,9 @@ class Scheduler:
         Raises:
             EngineError: One was completed before, or never taken.
         """
-        self.pools[group].complete(tuple(move_ids))
+        ids = tuple(move_ids)
+        self.pools[group].complete(ids)
+        self.groups.num_given_back += bool(ids)
         for sequence in self.running:
             is_loading = sequence.status is SequenceStatus.LOADING
             if is_loading and not self.groups.is_pending(sequence):

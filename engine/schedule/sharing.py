@@ -199,7 +199,7 @@ class Sharing:
         copies = dict(zip(order, self._pool.states.copies_of(order), strict=True))
         order.sort(key=lambda block_id: (near[block_id], copies[block_id] is None))
         lacking = count - part - self._groups.demote(here, order[:count]) if count else 0
-        self._groups.copy(here, order[count : count + part])
+        self._groups.copy(order[count : count + part])
         if lacking > 0:
             self._refused = lacking, self._groups.num_given_back
 

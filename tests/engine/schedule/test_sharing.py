@@ -9,6 +9,7 @@ import random
 import pytest
 
 from engine.asked.request import SequenceStatus
+from engine.kv import sequences
 from engine.plan import host_times
 from engine.plan.sizes import ReadRates, SwapRates
 from tests.engine.tiers_world import Tiers, World
@@ -305,6 +306,83 @@ def test_blocks_that_several_answers_share_are_given_too(prefix_caching):
     assert sum(map(on_gpu, shorts)) >= 3 * 3
     run(world)
     assert world.scheduler.stats.num_preemptions == 0
+    world.end()
+
+
+def test_a_short_request_has_blocks_as_soon_as_those_on_their_way_have_come(monkeypatch):
+    monkeypatch.setattr(host_times, "MOST_TURN", 4)
+    world = world_of()
+    first = long(world, max_tokens=100)
+    run(world, lambda: decodes(first))
+    leaves = world.add(length=30, max_tokens=2)
+    run(world, lambda: leaves.is_finished)
+    run(world, lambda: first.status is SequenceStatus.LOADING)
+    short = world.add(length=5, max_tokens=4)
+    assert not world.step()
+    for _ in range(2):
+        step(world)
+    assert short.num_output_tokens >= 1
+    run(world)
+    world.end()
+
+
+@pytest.mark.parametrize("with_twin", [True, False])
+def test_blocks_without_a_key_are_given_too(with_twin):
+    """What a reset forgot, and what another computed again since then."""
+    world = world_of()
+    spec = {"stem": 0, "length": 140, "own": 1, "max_tokens": 60}
+    longs = [world.add(**spec)]
+    run(world, lambda: decodes(*longs))
+    world.scheduler.reset_cache()
+    if with_twin:
+        longs.append(world.add(**spec))
+        run(world, lambda: decodes(*longs))
+    for number in range(6):
+        short = world.add(length=4 + number, max_tokens=4)
+        for _ in range(2):
+            step(world)
+        assert short.num_output_tokens >= 1
+    run(world)
+    assert world.scheduler.stats.num_preemptions == 0
+    world.end()
+
+
+def test_a_long_one_that_begins_behind_a_prefix_leaves_short_ones_room_to_grow():
+    world = world_of()
+    spec = {"stem": 0, "length": 200, "max_tokens": 4}
+    world.add(**spec)
+    run(world)
+    world.scheduler.evict_gpu_cache()
+    shorts = [world.add(length=4 + at, max_tokens=12) for at in range(3)]
+    run(world, lambda: decodes(*shorts))
+    again = world.add(**spec, own=3)
+    run(world, lambda: again.status is SequenceStatus.LOADING)
+    for _ in range(4):
+        before = [s.num_output_tokens for s in shorts]
+        world.step()  # no move is done
+        assert [s.num_output_tokens for s in shorts] == [n + 1 for n in before]
+    assert again.status is SequenceStatus.LOADING
+    run(world)
+    assert world.scheduler.stats.num_preemptions == 0
+    world.end()
+
+
+def test_short_ones_pass_a_long_one_whose_keys_are_being_made(monkeypatch):
+    monkeypatch.setattr(sequences, "PREPARE_TOKENS", 4)
+    world = world_of()
+    first = world.add(length=5, max_tokens=60)
+    step(world)
+    other = long(world, 4.2)
+    step(world)
+    for _ in range(3):
+        short = world.add(length=5, max_tokens=2)
+        for _ in range(2):
+            step(world)
+        assert short.num_output_tokens >= 1
+    assert other.status is SequenceStatus.WAITING
+    run(world, lambda: other.num_computed > 0)
+    assert not first.is_finished
+    run(world)
     world.end()
 
 
