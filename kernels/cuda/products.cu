@@ -214,6 +214,18 @@ PAIRWISE(multiply_halves, "mul.rn.f16x2")
 PAIRWISE_SUM(multiply_add_halves, "fma.rn.f16x2")
 PAIRWISE_SUM(multiply_add_bf16, "fma.rn.bf16x2")
 
+__device__ __forceinline__ u32 multiply_subtract_halves(u32 a, u32 b, u32 c) {
+  u32 minus;
+  asm("neg.f16x2 %0, %1;" : "=r"(minus) : "r"(c));
+  return multiply_add_halves(a, b, minus);
+}
+
+__device__ __forceinline__ float inverse(float v) {  // but for the last bits
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
 template <u32 MASK> __device__ __forceinline__ u32 masked_or(u32 w, u32 others) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(w), "n"(MASK), "r"(others));
@@ -257,8 +269,9 @@ constexpr u32 EXPONENT = 0x00800080u;  // 1 in the exponents of both halves
 // ---- The weights of one warp: tiles of 16 rows x 64 inputs, copied ahead into shared memory
 //
 // `copy` copies the step that is `ahead` steps further, `advance` goes on by so many; `load` gives the registers of two
-// products, 32 inputs, and is called for half 0 of a step before half 1. Beside<R, STEPS, STRIDE> copies what R tiles have
-// beside that, of STEPS steps, each STRIDE behind the last.
+// products, 32 inputs, and is called for half 0 of a step before half 1. Where IN_HALVES, `hold` takes tiles before, for
+// the other `load`. Beside<R, STEPS, STRIDE> copies what R tiles have beside that, of STEPS steps, each STRIDE behind the
+// last.
 //
 // What is copied at a time lies together: values of tiles, then what they have beside them, filled up to whole lines. A
 // copy that lies otherwise in shared memory than in its line is two requests, which halves what a link carries.
@@ -275,7 +288,8 @@ template <int R, int STEPS, int STRIDE> struct Nothing {
 };
 
 struct Plain {
-  static constexpr bool IS_RESTORED = false;
+  static constexpr bool IS_RESTORED = false, IN_HALVES = false;
+  struct Held {};
   static constexpr int BYTES = 2048, BESIDE_BYTES = 0;
   template <int R, int STEPS, int STRIDE> using Beside = Nothing<R, STEPS, STRIDE>;
   const u8* from;
@@ -299,7 +313,8 @@ struct Plain {
 };
 
 struct Codes {
-  static constexpr bool IS_RESTORED = true;
+  static constexpr bool IS_RESTORED = true, IN_HALVES = false;
+  struct Held {};
   static constexpr int BYTES = 1536, BESIDE_BYTES = 0;
   template <int R, int STEPS, int STRIDE> using Beside = Nothing<R, STEPS, STRIDE>;
   const u8* from;
@@ -368,6 +383,13 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
   static constexpr bool IS_SMALL = VALUES <= UINT6 && !IN_PAIRS && !(HAS & (ZERO | OFFSET));
   // Products of two scales: a lane computes that of one row in each PART of a step's columns, for those that have the row.
   static constexpr bool IS_SHARED = HAS & SUBSCALE;
+  // Products of few tokens compute such weights (Q4_K and Q5_K, which HAS_LOWS, and Q6_K) two at a time: see `halves`.
+  static constexpr bool HAS_LOWS = VALUES <= UINT5 && SUBGROUP == 32 && HAS == (LOW | SUBSCALE | SUBLOW);
+#ifdef HALF
+  static constexpr bool IN_HALVES = SCALES == IN_FLOAT16 && GROUP == 64 && (HAS_LOWS || (VALUES == UINT6 && SUBGROUP == 16 && HAS == (SUBSCALE | OFFSET)));
+#else
+  static constexpr bool IN_HALVES = false;
+#endif
   static constexpr int PART = COLUMNS < SUBGROUP ? COLUMNS : SUBGROUP, FACTORS = 1024 / PART, FACTOR_BYTES = HAS & LOW ? 8 : 4;
   const u8* from;
   u32 raw[4], high[2];                           // of a lane
@@ -485,6 +507,69 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
     __syncwarp();
   }
 
+  // Two weights at a time, in float16: all but the last sum is exact, so they have the bits of float32 products rounded once.
+  // For a row and the columns of one subscale, with scale d, subscale s, low l and sublow m:
+  //
+  // - HAS_LOWS: weight = d * (value * s - k) + r, with k = m * l / d rounded to an integer and r = d * k - m * l. It `fits`
+  //   where l / d is 1/2 to 32, and s and m have 6 bits: then the integers have at most 11 bits, and r in units of the last
+  //   bit of d or l, and float32 would have rounded nothing. Values are float16 that are not normal; d is scaled by 2^14.
+  // - UINT6: weight = (value - 32) * f + (value - 32) * e, with f = d * s rounded and e = d * s - f, which has at most 6 bits.
+  //   A zero may have the sign that it lacks in float32, which no sum of products shows.
+  //
+  // Returns for a row of 64 columns, first for 32 and then for the others: s and s / 16, -k and r; or f, e of 16 columns each.
+  __device__ __forceinline__ uint4 halves(u32 beside, int row, bool& fits) const {
+    const u32 of_row = beside + row, d = load2(of_row + AT_SCALE + row);
+    auto pair_of = [&](int first) { return load1(of_row + first) | load1(of_row + first + 16) << 16; };
+    if (!HAS_LOWS) {
+      const u32 scale = doubled(d, 0), s0 = subtract_halves(pair_of(AT_SUBSCALE) ^ 0x64806480u, 0x64806480u), s1 = subtract_halves(pair_of(AT_SUBSCALE + 32) ^ 0x64806480u, 0x64806480u);
+      const u32 f0 = multiply_halves(scale, s0), f1 = multiply_halves(scale, s1);
+      fits = fits && (d & 0x7fffu) < 0x6000u;  // d * 128 is finite
+      return {f0, multiply_subtract_halves(scale, s0, f0), f1, multiply_subtract_halves(scale, s1, f1)};
+    }
+    const float scale = half_of(multiply_halves(d, SCALED), 0), low = half_of(load2(of_row + AT_LOW + row), 0) * 0x1p24f, ratio = low * inverse(scale);
+    const u32 subs = pair_of(AT_SUBSCALE), sublows[2] = {load1(of_row + AT_SUBLOW), load1(of_row + AT_SUBLOW + 16)};
+    fits = fits && ratio >= 0x1p9f && ratio <= 0x1p15f && !((subs | sublows[0] | sublows[1]) & 0x00c000c0u);
+    u32 rest[2];
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      const float sublow = half_of(sublows[p], 0), minus_k = __fadd_rn(__fmaf_rn(sublow, -ratio, 768.f), -768.f);  // a multiple of 2^-14
+      rest[p] = rounded(minus_k, __fmaf_rn(minus_k, -scale, -__fmul_rn(sublow, low)));
+    }
+    const u32 s = subtract_halves(subs | 0x64006400u, 0x64006400u);
+    return {multiply_halves(doubled(s, 0), 0x54006400u), rest[0], multiply_halves(doubled(s, 1), 0x54006400u), rest[1]};  // times 1024, 64
+  }
+
+  struct Held {
+    u32 raw[4];
+  };
+  static constexpr u32 SCALED = 0x74007400u;  // 2^14
+
+  // Take the values of N tiles that lie one after the other, and write over them what `halves` gives for theirs. Returns
+  // whether it is exact; if not, nothing is written.
+  template <int N> __device__ __forceinline__ bool hold(Held (&held)[N], u32 at, u32 beside, int lane) const {
+    constexpr int PAIRS = (N + 1) / 2;  // of tiles, of which a half of the lanes has one: a row each
+    uint4 found[PAIRS];
+    bool fits = HAS_LOWS || zeros == 0x64206420u;
+    auto tile_of = [&](int pair) { return N % 2 ? min(2 * pair + (lane >> 4), N - 1) : 2 * pair + (lane >> 4); };
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const uint4 v = load16(at + i * BYTES + lane * 16);
+      held[i].raw[0] = v.x, held[i].raw[1] = v.y, held[i].raw[2] = v.z, held[i].raw[3] = v.w;
+    }
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) found[i] = halves(beside + tile_of(i) * BESIDE_BYTES, lane & 15, fits);
+    if (!__all_sync(0xffffffffu, fits)) return false;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      const u32 to = at + tile_of(i) * BYTES + (lane & 15) * 8;
+      store8(to, found[i].x, found[i].y);
+      store8(to + 128, found[i].z, found[i].w);
+    }
+    __syncwarp();
+    return true;
+  }
+
   // Take the scales, lows and zeros of rows g and g + 8, from shared or from global memory.
   template <class At> __device__ __forceinline__ void set_groups(At from_scale, At from_low, At from_zero) {
     if (IN_PAIRS) {
@@ -572,16 +657,52 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
     return IS_EXACT ? __fmaf_rn(value, factor, -base) : __fsub_rn(__fmul_rn(value, factor), base);
   }
 
+  __device__ __forceinline__ void load_high(u32 beside, int lane) {
+    if (VALUES == UINT5) high[0] = load4(beside + lane * 4);
+    if (VALUES == UINT6) {
+      const uint2 v = load8(beside + lane * 8);
+      high[0] = v.x, high[1] = v.y;
+    }
+  }
+
+  // `load` of what is held.
+  __device__ __forceinline__ void load(const Held& held, u32 at, u32 beside, int half, int lane, u32* w0, u32* w1) {
+    const int g = lane >> 2;
+    const uint4 v = load16(at + half * 128 + g * 16);
+    if (half == 0) {
+      load_high(beside, lane);
+      if (HAS_LOWS) scales[0] = multiply_halves(load4(beside + AT_SCALE + g * 4), SCALED);  // of both rows
+    }
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      const u32 word = held.raw[2 * half + u], f = u ? v.z : v.x, rest = u ? v.w : v.y;
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        if (HAS_LOWS) {
+#pragma unroll
+          for (int q = 0; q < 2; q++) {
+            const u32 whole = multiply_add_halves(values_of(word, half, q, n, u), doubled(f, VALUES == UINT4 && n), doubled(rest, 0));
+            (q ? w1 : w0)[u + 2 * n] = multiply_add_halves(whole, doubled(scales[0], u), doubled(rest, 1));
+          }
+        } else {  // 1024 + value, and 1024 + 16 * value
+          const int bit = 8 * u + 2 * n;
+          const u32 upper = bit < 4 ? high[half] << (4 - bit) : high[half] >> (bit - 4);
+          const u32 one = masked_or<0x00300030>(upper, masked_or<0x000f000f>(word >> 4 * n, 0x64006400u));
+          const u32 other = masked_or<0x03000300>(upper, masked_or<0x00f000f0>(word >> (4 * n + 4), 0x64006400u));
+          const u32 a = subtract_halves(one, 0x64206420u), b = multiply_add_halves(other, 0x2c002c00u, 0xd600d600u);
+          w0[u + 2 * n] = multiply_add_halves(a, doubled(f, 0), multiply_halves(a, doubled(rest, 0)));
+          w1[u + 2 * n] = multiply_add_halves(b, doubled(f, 1), multiply_halves(b, doubled(rest, 1)));
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void load(u32 at, u32 beside, int half, int lane, u32* w0, u32* w1) {
     if (IN_BYTES || half == 0) {
       const uint4 v = load16(at + (IN_BYTES ? half * 512 : 0) + lane * 16);
       raw[0] = v.x, raw[1] = v.y, raw[2] = v.z, raw[3] = v.w;
     }
-    if (VALUES == UINT5 && half == 0) high[0] = load4(beside + lane * 4);
-    if (VALUES == UINT6 && half == 0) {
-      const uint2 v = load8(beside + lane * 8);
-      high[0] = v.x, high[1] = v.y;
-    }
+    if (half == 0) load_high(beside, lane);
     if (IS_SHARED && half == 0) multiply_scales(at, beside, lane);
 #pragma unroll
     for (int q = 0; q < 2; q++) {
@@ -682,6 +803,33 @@ __device__ __forceinline__ void end_after_earlier(const Args& a) {
 
 // ---- Any card from compute capability 8.0 on
 
+// Steps whose R tiles are held at a time, of at most TILES.
+template <int R, int STEPS, int TILES> __device__ constexpr int held_steps() { return R >= TILES ? 1 : TILES / R < STEPS ? TILES / R : STEPS; }
+
+template <class Weight> __device__ __forceinline__ void load_tile(Weight& weight, const typename Weight::Held* held, u32 at, u32 beside, int half, int lane, u32* w0, u32* w1) {
+  if constexpr (Weight::IN_HALVES)
+    if (held) return weight.load(*held, at, beside, half, lane, w0, w1);
+  weight.load(at, beside, half, lane, w0, w1);
+}
+
+// Multiply COUNT steps of R tiles that lie one after the other: `multiply` is told the number of each and its tiles, if held.
+template <int COUNT, int R, class Weight, class Multiply>
+__device__ __forceinline__ void multiply_steps(Weight (&weight)[R], u32 at, u32 beside, int lane, Multiply multiply) {
+  if constexpr (Weight::IN_HALVES) {
+    typename Weight::Held held[COUNT * R];
+    if (weight[0].hold(held, at, beside, lane)) {
+#pragma unroll
+      for (int s = 0; s < COUNT; s++) multiply(s, held + s * R);
+    } else {
+#pragma unroll 1
+      for (int s = 0; s < COUNT; s++) multiply(s, nullptr);
+    }
+  } else {
+#pragma unroll
+    for (int s = 0; s < COUNT; s++) multiply(s, nullptr);
+  }
+}
+
 // A warp multiplies R tiles of 16 rows (gates and ups in turn where GATED) by one of SPLITS shares of the inputs, which
 // are added up in order; ROWS warps have the same share, of whose tokens they copy a part each. NT: tiles of 8 tokens.
 // Of STAGES steps of 64 inputs, STEPS are multiplied while the others are copied.
@@ -690,7 +838,7 @@ __device__ __forceinline__ void end_after_earlier(const Args& a) {
 // GATED, else those of pairs, and so are the rows of the result.
 template <int NT, int SPLITS, int ROWS, int R, int STAGES, int STEPS, class Weight, bool GATED, bool EXPERTS = false>
 __device__ __forceinline__ void narrow(const Args& a) {
-  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, AHEAD = STAGES - STEPS, CHUNKS = STAGES / STEPS;
+  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, AHEAD = STAGES - STEPS, CHUNKS = STAGES / STEPS, HELD_STEPS = held_steps<R, STEPS, 2>();
   static_assert(STAGES % STEPS == 0 && AHEAD >= STEPS);
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
@@ -777,7 +925,7 @@ __device__ __forceinline__ void narrow(const Args& a) {
   for (int r = 0; r < R; r++) weight[r].settle();
   settle(from_x);
   u32 at = ring, x_at = x_ring, to = ring + RING_BYTES - CHUNK_BYTES, x_to = x_ring + AHEAD * x_bytes;
-  auto multiply_step = [&](int s) {
+  auto multiply_step = [&](int s, const typename Weight::Held* held) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 x[NT][4];
@@ -787,7 +935,8 @@ __device__ __forceinline__ void narrow(const Args& a) {
 #pragma unroll
       for (int r = 0; r < R; r++) {
         u32 w0[4], w1[4];
-        weight[r].load(at + (s * R + r) * Weight::BYTES, at + STEPS * R * Weight::BYTES + (s * R + r) * Weight::BESIDE_BYTES, half, lane, w0, w1);
+        const u32 tile_at = at + (s * R + r) * Weight::BYTES, beside_at = at + STEPS * R * Weight::BYTES + (s * R + r) * Weight::BESIDE_BYTES;
+        load_tile(weight[r], held ? held + r : nullptr, tile_at, beside_at, half, lane, w0, w1);
 #pragma unroll
         for (int n = 0; n < NT; n++)
           if (!EXPERTS || n * 8 < tokens) multiply(sums[r][n], w0, x[n][0], x[n][1]);
@@ -804,8 +953,9 @@ __device__ __forceinline__ void narrow(const Args& a) {
     copy_weights(to, i + AHEAD);
     copy_tokens(x_to, i + AHEAD);
     commit();
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) multiply_step(s);
+#pragma unroll (Weight::IN_HALVES ? 1 : STEPS)
+    for (int s = 0; s < STEPS; s += HELD_STEPS)
+      multiply_steps<HELD_STEPS>(weight, at + s * R * Weight::BYTES, at + STEPS * R * Weight::BYTES + s * R * Weight::BESIDE_BYTES, lane, [&](int k, const typename Weight::Held* held) { multiply_step(s + k, held); });
     to = at, x_to = x_at;
     at += CHUNK_BYTES, x_at += STEPS * x_bytes;
     if (at == ring + RING_BYTES) at = ring, x_at = x_ring;
@@ -813,9 +963,10 @@ __device__ __forceinline__ void narrow(const Args& a) {
   if (STEPS > 1 && i < steps) {
     wait_copies<CHUNKS - 2>();
     meet();
-#pragma unroll
+#pragma unroll (Weight::IN_HALVES ? 1 : STEPS)
     for (int s = 0; s < STEPS - 1; s++)
-      if (i + s < steps) multiply_step(s);
+      if (i + s < steps)
+        multiply_steps<1>(weight, at + s * R * Weight::BYTES, at + STEPS * R * Weight::BYTES + s * R * Weight::BESIDE_BYTES, lane, [&](int k, const typename Weight::Held* held) { multiply_step(s + k, held); });
   }
   wait_copies<0>();
 
@@ -852,7 +1003,7 @@ __device__ __forceinline__ void narrow(const Args& a) {
 //
 // Every column of a product is the token's; the first is stored.
 template <int SPLITS, int ROWS, int R, int STAGES, int STEPS, class Weight, bool GATED> __device__ __forceinline__ void alone(const Args& a) {
-  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, AHEAD = STAGES - STEPS, CHUNKS = STAGES / STEPS;
+  constexpr int Q = GATED ? 2 : 1, WARP_TILES = R / Q, AHEAD = STAGES - STEPS, CHUNKS = STAGES / STEPS, HELD_STEPS = held_steps<R, STEPS, 4>();
   static_assert(STAGES % STEPS == 0 && AHEAD >= STEPS && STEPS <= 4);
   extern __shared__ __align__(1024) u8 shared[];
   release_next();
@@ -864,8 +1015,9 @@ template <int SPLITS, int ROWS, int R, int STAGES, int STEPS, class Weight, bool
 
   // Two rings of a warp: of weights, and of the token.
   constexpr u32 CHUNK_BYTES = chunk_bytes<Weight>(STEPS * R), RING_BYTES = CHUNKS * CHUNK_BYTES, X_BYTES = STEPS * 128;
-  const u32 ring = shared_address(shared) + (split * ROWS + place) * RING_BYTES;
-  const u32 x_ring = shared_address(shared) + SPLITS * ROWS * RING_BYTES + (split * ROWS + place) * CHUNKS * X_BYTES;
+  u32 ring = shared_address(shared) + (split * ROWS + place) * RING_BYTES;
+  u32 x_ring = shared_address(shared) + SPLITS * ROWS * RING_BYTES + (split * ROWS + place) * CHUNKS * X_BYTES;
+  if (Weight::IN_HALVES) asm volatile("" : "+r"(ring), "+r"(x_ring));  // as `lane`
 
   Weight weight[R];
   typename Weight::template Beside<R, STEPS, SPLITS> beside;
@@ -909,7 +1061,7 @@ template <int SPLITS, int ROWS, int R, int STAGES, int STEPS, class Weight, bool
   settle(from_x);
   const u32 x_first = x_ring + (lane >> 3) * 16;  // of what a lane gives the address
   u32 at = ring, x_at = x_first, to = ring + RING_BYTES - CHUNK_BYTES, x_to = x_ring + (CHUNKS - 1) * X_BYTES;
-  auto multiply_step = [&](int s) {
+  auto multiply_step = [&](int s, const typename Weight::Held* held) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 x[4];
@@ -917,7 +1069,8 @@ template <int SPLITS, int ROWS, int R, int STAGES, int STEPS, class Weight, bool
 #pragma unroll
       for (int r = 0; r < R; r++) {
         u32 w0[4], w1[4];
-        weight[r].load(at + (s * R + r) * Weight::BYTES, at + STEPS * R * Weight::BYTES + (s * R + r) * Weight::BESIDE_BYTES, half, lane, w0, w1);
+        const u32 tile_at = at + (s * R + r) * Weight::BYTES, beside_at = at + STEPS * R * Weight::BYTES + (s * R + r) * Weight::BESIDE_BYTES;
+        load_tile(weight[r], held ? held + r : nullptr, tile_at, beside_at, half, lane, w0, w1);
         multiply(sums[r], w0, x[0], x[1]);
         multiply(sums[r], w1, x[2], x[3]);
       }
@@ -935,8 +1088,9 @@ template <int SPLITS, int ROWS, int R, int STAGES, int STEPS, class Weight, bool
       copy_token(false, x_to, i + AHEAD);
     }
     commit();
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) multiply_step(s);
+#pragma unroll (Weight::IN_HALVES ? 1 : STEPS)
+    for (int s = 0; s < STEPS; s += HELD_STEPS)
+      multiply_steps<HELD_STEPS>(weight, at + s * R * Weight::BYTES, at + STEPS * R * Weight::BYTES + s * R * Weight::BESIDE_BYTES, lane, [&](int k, const typename Weight::Held* held) { multiply_step(s + k, held); });
     to = at, x_to = x_at - x_first + x_ring;
     at += CHUNK_BYTES, x_at += X_BYTES;
     if (at == ring + RING_BYTES) at = ring, x_at = x_first;
@@ -944,9 +1098,10 @@ template <int SPLITS, int ROWS, int R, int STAGES, int STEPS, class Weight, bool
   if (i < steps) {
     wait_copies<CHUNKS - 2>();
     __syncwarp();
-#pragma unroll
+#pragma unroll (Weight::IN_HALVES ? 1 : STEPS)
     for (int s = 0; s < STEPS - 1; s++)
-      if (i + s < steps) multiply_step(s);
+      if (i + s < steps)
+        multiply_steps<1>(weight, at + s * R * Weight::BYTES, at + STEPS * R * Weight::BYTES + s * R * Weight::BESIDE_BYTES, lane, [&](int k, const typename Weight::Held* held) { multiply_step(s + k, held); });
   }
   wait_copies<0>();
 

@@ -65,9 +65,9 @@ def make(
     others: dict[str, Any] = {
         "high": draw(256, (rows, tiles * 8 * (bits - 4)), byte) if bits in {5, 6} else None,
         "zero": draw(2**bits, groups, byte),
-        "low": (scale.flip(1) * 0.03).to(case.scale_dtype),
+        "low": (scale.flip(1) * (0.001 if "sublow" in case.has else 0.03)).to(case.scale_dtype),
         "subscale": draw(64, subgroups, torch.int8) - (32 if case.kind == "uint6" else 0),
-        "sublow": draw(8, subgroups, byte),
+        "sublow": draw(64, subgroups, byte),
         "columns": torch.randperm(num_columns, generator=rng, device=rng.device).int(),
         "table": NF4.to(rng.device) if case.kind == "table4" else None,
     }

@@ -385,6 +385,9 @@ def test_every_kernel_compiles_for_every_card(capability):
         kernels.add(restore_kernel(loader, is_half=at % 2 == 0))
     gated = products.tile_of(1, 22016, card, is_gated=True, loader=QUANTISED[0])
     kernels.add(gated.kernel(QUANTISED[0], is_gated=True, is_half=True))
+    for loader, tokens in itertools.product((QUANTISED[1], OTHERS[2], OTHERS[4]), (1, 16)):
+        tile = products.tile_of(tokens, 4096, card, is_gated=False, loader=loader)
+        kernels.add(tile.kernel(loader, is_gated=False, is_half=True))
     for kernel in sorted(kernels, key=repr):
         assert driver.compiled(kernel, capability)[:4] == b"\x7fELF"
 

@@ -34,10 +34,11 @@ EVERY = [
 
 
 def weights(case, shape, dtype, rng) -> Quantised:
-    """Random weights; some scales are negative, some far smaller."""
+    """Random weights; in the first half of the rows some scales are negative, some far smaller."""
     weight = make(case, *shape, dtype, rng)
-    weight.scale.view(-1)[3::17] *= -1
-    weight.scale.view(-1)[5::29] *= 2.0**-12
+    scale = weight.scale.view(-1)[: -(-weight.scale.numel() // 2)]
+    scale[3::17] *= -1
+    scale[5::29] *= 2.0**-12
     return replace(weight, columns=None)
 
 
@@ -68,6 +69,16 @@ def test_products_have_the_bits_of_restored_weights(case, dtype, rng):
             gated = quantised.linear_gated_mul(x, weight, bias, is_gelu=True)
             expected = linear.linear_gated_mul(x, plain, bias, is_gelu=True)
             assert torch.equal(gated, expected), (shape, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("case", [CASES[3], CASES[4], CASES[5]], ids=str)
+def test_products_of_unit_vectors_are_the_weights(case, tokens, rng):
+    """Kinds whose weights a product computes otherwise than a matrix of them is restored."""
+    weight = weights(case, (48, 4096), HALF, rng)
+    tokens_K = torch.eye(4096, dtype=HALF, device=rng.device).split(tokens)
+    found = torch.cat([quantised.linear(x_TK, weight) for x_TK in tokens_K])
+    assert torch.equal(found, ref.restore(weight).T)
 
 
 @pytest.mark.parametrize("dtype", [BF16, HALF], ids=str)
