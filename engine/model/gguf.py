@@ -36,6 +36,8 @@ _TYPE_NAMES: Final = (
     *("F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K"),
     *("Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL"),
     *("IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16"),
+    *("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4", "IQ4_NL_4_8"),
+    *("IQ4_NL_8_8", "MXFP4", "NVFP4", "Q1_0"),
 )
 """Types of tensors by their number; later ones have none here."""
 ARCHITECTURES: Final = MappingProxyType(
@@ -377,6 +379,7 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         "rope_theta": _shortest(value("rope.freq_base", 10000.0)),
         "tie_word_embeddings": "lm_head.weight" not in tensors,
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
+        "mlp_bias": "model.layers.0.mlp.down_proj.bias" in tensors,
         "torch_dtype": _dtype(tensors),
         "quantization_config": _quantization(model, tensors, heads),
     }
@@ -457,13 +460,16 @@ def _rope_scaling(model: GGUFModel, head_dim: int, theta: float) -> dict[str, An
         return _llama3(model, head_dim, theta)
     if kind == "none":
         return {}
+    if kind not in {"linear", "yarn"}:
+        raise CheckpointError(
+            f"{model.path}: expected rope.scaling.type among none, linear and yarn, got {kind!r}. "
+            "This file is not supported."
+        )
     factor = _shortest(model.value("rope.scaling.factor"))
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        old = model.value("rope.scaling.original_context_length")
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": old}
-    raise CheckpointError(f"{model.path}: rope.scaling.type {kind!r} is not supported.")
+    old = model.value("rope.scaling.original_context_length")
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": old}
 
 
 def _llama3(model: GGUFModel, head_dim: int, theta: float) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _read_gptq(found: Mapping[str, Any]) -> Quantisation:
         "gptq",
         bits,
         0 if group == -1 else group,
-        ordered=bool(found.get("desc_act", False)),
+        ordered=bool(found.get("desc_act", False)) and group != -1,  # a whole row has no order
         zeros_from_one=version == "gptq",
     )
     ignore = () if found.get("lm_head") else ("lm_head",)

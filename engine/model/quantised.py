@@ -30,7 +30,6 @@ from engine.model.formats import (
 )
 from engine.model.schemes import (
     ELEMENT_BYTES,
-    EXPERT_BIAS,
     EXPERT_ROWS,
     GGUF_NORM,
     GGUF_ROWS,
@@ -38,6 +37,7 @@ from engine.model.schemes import (
     LINEAR,
     MXFP4,
     ROUNDED,
+    ROWS_BIAS,
     TILE,
     TILE_ROWS,
     Arrays,
@@ -395,7 +395,7 @@ def sources_of(scheme: Scheme, part: ParamSpec, row: int) -> Iterator[Source]:
     stored, (rows, columns) = _stored(scheme, part), _matrix(part)
     ending = module_of(part).rpartition(".")[2]
     heads = dict(zip(("q_proj", "k_proj"), scheme.heads, strict=True)).get(ending, 0)
-    if ending == INTERLEAVED and scheme.layout in {EXPERT_ROWS, EXPERT_BIAS, MXFP4}:
+    if ending == INTERLEAVED and scheme.layout in {EXPERT_ROWS, ROWS_BIAS, MXFP4}:
         heads = 1
     whole = Source(scheme, (rows, columns), stored, "", row, heads)
     step = max(1, _BLOCK_ELEMENTS // columns // TILE_ROWS) * TILE_ROWS
@@ -420,7 +420,7 @@ def interleaved(tensors: Iterable[TensorSpec], dtype: str) -> dict[str, Format]:
         if tensor.num_experts and len(tensor.shape) == 2:
             found[tensor.name] = Rewritten(Scheme(EXPERT_ROWS, 16, 0, dtype), dtype)
         elif tensor.num_experts and module_of(tensor.parts[0]).endswith(INTERLEAVED):
-            found[tensor.name] = Rewritten(Scheme(EXPERT_BIAS, 16, 0, dtype), dtype)
+            found[tensor.name] = Rewritten(Scheme(ROWS_BIAS, 16, 0, dtype), dtype)
     return found
 
 
@@ -514,6 +514,9 @@ class Quantisation:
             if len(tensor.shape) != 2:
                 if tensor.name.endswith("norm.weight") and self._norm is not None:
                     found[tensor.name] = Rewritten(self._norm, dtype)
+                elif tensor.name.endswith("qkv_proj.bias") and (heads := self._heads):
+                    own = Scheme(ROWS_BIAS, 16, 0, "float32", heads=heads)
+                    found[tensor.name] = Rewritten(own, dtype)
                 continue
             schemes = [self.scheme_of(module_of(part)) for part in tensor.parts]
             for part, scheme in zip(tensor.parts, schemes, strict=True):
@@ -546,6 +549,11 @@ class Quantisation:
     def _norm(self) -> Scheme | None:
         """The scheme of norms, where they are not as they are used."""
         return next((each for _, each in self.schemes if each.layout == GGUF_NORM), None)
+
+    @property
+    def _heads(self) -> tuple[int, int] | None:
+        """Heads whose rows a GGUF file has in another order."""
+        return next((each.heads for _, each in self.schemes if any(each.heads)), None)
 
     def as_stored(self, stored: Mapping[str, str], parts: Iterable[ParamSpec]) -> "Quantisation":
         """Return the same as the headers of a checkpoint's files have it.

@@ -43,8 +43,8 @@ ROUNDED: Final = "int"
 """Integers that a load makes of plain rows; no checkpoint has them (model.quantize)."""
 EXPERT_ROWS: Final = "expert-rows"
 """Plain experts whose matrices are transposed, each gate before its up."""
-EXPERT_BIAS: Final = "expert-bias"
-"""Biases of gates and ups, each gate's before its up's."""
+ROWS_BIAS: Final = "rows-bias"
+"""Biases that are put into another order, as the rows of their matrix are."""
 MXFP4: Final = "mxfp4"
 LINEAR: Final = "Linear"
 """A target that every matrix of a layer and the head match."""
@@ -249,7 +249,7 @@ def _expert_rows(_: Scheme, rows: int, columns: int) -> Arrays:
     return Arrays("", (("weight", (columns, rows), None),))
 
 
-def _expert_bias(_: Scheme, rows: int, columns: int) -> Arrays:
+def _rows_bias(_: Scheme, rows: int, columns: int) -> Arrays:
     del columns
     return Arrays("", (("bias", (rows,), None),))
 
@@ -287,7 +287,7 @@ LAYOUTS: Final = MappingProxyType(
         GGUF_ROWS: Layout(_plain, (16,)),
         GGUF_NORM: Layout(_norm, (32,)),
         EXPERT_ROWS: Layout(_expert_rows, (16,)),
-        EXPERT_BIAS: Layout(_expert_bias, (16,)),
+        ROWS_BIAS: Layout(_rows_bias, (16,)),
         MXFP4: Layout(_mxfp4, (4,)),
         "awq": Layout(_awq, (4,)),
         "gptq": Layout(_gptq, (4, 8)),

@@ -13,13 +13,13 @@ import torch
 from engine.errors import CheckpointError
 from engine.model.quantised import Source
 from engine.model.schemes import (
-    EXPERT_BIAS,
     EXPERT_ROWS,
     GGUF_NORM,
     GGUF_ROWS,
     GGUF_TYPES,
     MXFP4,
     ROUNDED,
+    ROWS_BIAS,
 )
 from kernels.ops import quantised
 
@@ -271,7 +271,7 @@ def _expert_rows(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
     return {"": _unrotated(stored["weight"].T, source.heads)}
 
 
-def _expert_bias(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
+def _rows_bias(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
     return {"": _unrotated(stored["bias"], source.heads)}
 
 
@@ -363,7 +363,7 @@ _MAKERS: Final[Mapping[str, Callable[[Source, Mapping[str, torch.Tensor]], Array
             GGUF_ROWS: _gguf_rows,
             GGUF_NORM: _gguf_norm,
             EXPERT_ROWS: _expert_rows,
-            EXPERT_BIAS: _expert_bias,
+            ROWS_BIAS: _rows_bias,
             MXFP4: _mxfp4,
             "awq": _awq,
             "nf4": _nf4,

@@ -78,6 +78,7 @@ def test_every_type_has_the_values_of_the_package(kind, tmp_path):
         ("gemma3", GEMMA_SIZES),
         ("llama_llama3_rope", {"rope_parameters": SCALED}),
         slow("llama_linear_rope", {}),
+        slow("llama_biases", {}),
     ],
     ids=str,
 )
@@ -226,6 +227,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
         (of("phi3"), "general.architecture among llama, .* got 'phi3'"),
         (of("llama", Kind.IQ4_XS), "token_embd.weight is stored in IQ4_XS, expected one of F32"),
         (of("llama", Kind.Q2_K), "stored in Q2_K"),
+        (of("llama", Kind.MXFP4), "stored in MXFP4"),
         (of("llama", name="blk.0.ffn_gate_exps.weight"), "ffn_gate_exps.weight is no tensor"),
         (of("llama"), "expected the key llama.attention.head_count"),
         (tmp_path / "none.gguf", "expected a GGUF file, found none"),
@@ -240,6 +242,15 @@ def test_rotary_factors_that_are_unknown_are_refused(tmp_path):
         tmp_path, "llama_llama3_rope", lambda _: Kind.Q8_0, rope_parameters=rope
     )
     with pytest.raises(CheckpointError, match="factors of no scaling that is known"):
+        read_folder(file)
+
+
+def test_rotary_scaling_of_another_kind_is_refused_by_name(tmp_path):
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+
+    file, _, _ = write_gguf(tmp_path, "llama", lambda _: Kind.Q8_0, change=change)
+    with pytest.raises(CheckpointError, match=r"none, linear and yarn, got 'longrope'"):
         read_folder(file)
 
 

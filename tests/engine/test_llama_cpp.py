@@ -56,6 +56,7 @@ def differences(file: Path) -> list[float]:
     ("variant", "changes"),
     [
         ("llama", {}),
+        ("llama_biases", {}),
         ("llama_llama3_rope", {"rope_parameters": SCALED}),
         ("llama_linear_rope", {}),
         ("qwen2", {}),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError, ConfigError
 from engine.model.checkpoint import read_folder
+from engine.model.spec import ModelSpec
 from tests.engine.placements import check_decode_bytes
 from tests.engine.quantised import (
     COMPRESSED,
@@ -459,6 +460,15 @@ def test_a_router_that_stays_plain_says_nothing_of_gates(tmp_path):
     found = read_folder(folder).spec.quantisation
     assert found.scheme_of("model.layers.0.mlp.gate") is None
     assert found.scheme_of("model.layers.0.mlp.experts.0.gate_proj") is not None
+
+
+def test_columns_of_whole_rows_have_no_order(folders):
+    """Whatever desc_act says: then experts can be read too."""
+    folder, _, _ = folders("gptq 4, symmetric, whole rows")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    spec = ModelSpec.from_hf_config(config)
+    assert spec.formats("float32") == read_folder(folder).spec.formats("float32")
 
 
 def test_a_file_that_is_cut_short_is_refused(folders, tmp_path):
