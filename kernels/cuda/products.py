@@ -241,7 +241,9 @@ def _deep_tile(
         shapes = [(n, rows) for n in ((6, 3, 2, 1) if is_gated else (3, 2, 1))]
     elif is_alone and loader.is_light and splits == 4 and card.shared_bytes >= _LARGE_SHARED_BYTES:
         shapes = [(1, 4)] if is_gated else [_OF_ALL, *shapes]
-    ahead = (12, 8, 6, 4) if splits == 8 else (8, 6, 4)
+    # Weights that take many instructions arrive in time with fewer steps ahead.
+    is_deepest = splits == 8 and (loader.is_light or not is_alone)
+    ahead = (12, 8, 6, 4) if is_deepest else (8, 6, 4)
 
     def tile_of_shape(sharing: int, rows: int) -> Tile:
         tiles = [Tile(False, num_tiles, splits, sharing, rows, n, is_alone) for n in ahead]
