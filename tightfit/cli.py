@@ -173,7 +173,7 @@ def _completion(arguments: list[str]) -> int:
     from tightfit.completion import main  # noqa: PLC0415  when it runs
 
     try:
-        return main(arguments, [each.name for each in COMMANDS])
+        return main(arguments, [each.name for each in COMMANDS], run)
     except UsageError as error:
         return say_error(error, arguments, EXIT_BAD_CONFIG)
 

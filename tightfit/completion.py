@@ -3,13 +3,14 @@
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from typing import Final
 
 from catalogue.terminal import EXIT_OK, CommandParser
 
+Run = Callable[[Sequence[str]], int]
 SCRIPTS: Final[Mapping[str, str]] = {
     "bash": """\
 _tightfit() {
@@ -48,7 +49,7 @@ HOW: Final[Mapping[str, str]] = {
 }
 
 
-def main(arguments: Sequence[str], commands: Sequence[str]) -> int:
+def main(arguments: Sequence[str], commands: Sequence[str], run: Run) -> int:
     """Print a shell's script, or, with --line, what may stand at the end of a command line."""
     parser = CommandParser(
         prog="tightfit completion",
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str], commands: Sequence[str]) -> int:
     if options.line is None:
         sys.stdout.write(SCRIPTS[options.shell])
         return EXIT_OK
-    found = candidates(options.line, commands)
+    found = candidates(options.line, commands, run)
     if options.shell == "bash":  # takes what stands behind = as a word of its own
         typed = options.line.split(" ")[-1]
         cut = typed.rfind("=") + 1
@@ -71,12 +72,13 @@ def main(arguments: Sequence[str], commands: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def candidates(line: str, commands: Sequence[str]) -> list[str]:
+def candidates(line: str, commands: Sequence[str], run: Run) -> list[str]:
     """Return what the last word of a line may become.
 
     Args:
         line: from the command's name to the cursor.
         commands: the subcommands.
+        run: carries out a command line.
     """
     _, *words = line.split(" ")
     words = [*filter(None, words[:-1]), words[-1]] if words else [""]
@@ -85,7 +87,7 @@ def candidates(line: str, commands: Sequence[str]) -> list[str]:
         return [name for name in commands if name.startswith(last)]
     match before:
         case _ if last.startswith("-"):
-            found = _options(before)
+            found = _options(before, run)
         case ["run" | "plan" | "sweep" | "ab" | "search", *typed]:
             return _settings(" ".join([*typed, last]))
         case ["models"]:
@@ -129,10 +131,8 @@ def _model_names() -> list[str]:
     return names()
 
 
-def _options(before: Sequence[str]) -> list[str]:
+def _options(before: Sequence[str], run: Run) -> list[str]:
     """Return the options that the help of a command names."""
-    from tightfit.cli import run  # noqa: PLC0415  which has this as a command
-
     words = before[:2] if before[0] in {"models", "service"} else before[:1]
     words = ["run"] if words[0] in {"plan", "sweep", "ab"} else words
     with redirect_stdout(StringIO()) as text, suppress(SystemExit):

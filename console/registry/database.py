@@ -60,7 +60,8 @@ class Database:
             cause = error.orig if isinstance(error, DBAPIError) else error
             raise ConfigError(
                 f"{path}: expected the registry's database, or a folder to make it in, got an "
-                f"error ({cause}). Move the file away, or set TIGHTFIT_HOME to another folder."
+                f"error ({cause}). Free some room if the disk is full, move a file away that is "
+                "no database, or set TIGHTFIT_HOME to another folder."
             ) from error
         return cls(path, engine)
 

@@ -56,11 +56,11 @@ def full_disk_ends() -> Iterator[None]:
     except OSError as error:
         if not is_full(error):
             raise
-        folder = Path(str(error.filename or tightfit_home())).parent
-        free_bytes = shutil.disk_usage(folder if folder.is_dir() else tightfit_home()).free
+        found = Path(str(error.filename or tightfit_home()))
+        folder = next((path for path in (found, found.parent) if path.is_dir()), tightfit_home())
+        free_bytes = shutil.disk_usage(folder).free
         raise DiskFullError(
-            f"{error.filename or tightfit_home()}: {error.strerror}, {free_bytes:,} bytes are "
-            f"free on its disk. {_ways()}"
+            f"{found}: {error.strerror}, {free_bytes:,} bytes are free on its disk. {_ways()}"
         ) from error
 
 

@@ -8,9 +8,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from catalogue.terminal import EXIT_NOT_ALL_OK
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -102,18 +104,30 @@ _GONE: Final = (errno.EPIPE, errno.EIO)
 """What a write ends with where a pipe's reader, or a terminal, is gone."""
 
 
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a write ends with where a file can take no more."""
+
+
 class _LastingFile(io.FileIO):
-    """A descriptor; once nobody is at its other end, what is written goes nowhere."""
+    """A descriptor; once nobody is at its other end, what is written goes nowhere.
+
+    A file that can take no more ends the command.
+    """
 
     def write(self, data: "ReadableBuffer", /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in (*_GONE, *_FULL):
                 raise
+            failed = error
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
+        if failed.errno in _FULL:
+            with suppress(OSError):  # of an stderr in the same file
+                os.write(2, f"error: writing the output failed: {failed.strerror}.\n".encode())
+            raise SystemExit(EXIT_NOT_ALL_OK)
         return memoryview(data).nbytes
 
 

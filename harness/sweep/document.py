@@ -29,7 +29,8 @@ def print_document(command: Callable[[Document], int]) -> int:
     except (ConfigError, DiskFullError) as error:
         return say_error(error, ["--json"], code_of(error), plain(document))
     except BaseException as error:
-        message = str(error) or type(error).__name__
+        stopped = isinstance(error, KeyboardInterrupt)
+        message = "interrupted" if stopped else str(error) or type(error).__name__
         show_document(plain(document) | error_document(message, code_of(error)))
         raise
     show_document(plain(document | {"exit_code": code}))

@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.lines import WIDTH
 from tests.reports.examples import ok_record
 from tightfit.__main__ import main
+from tightfit.cli import run
 from tightfit.completion import SCRIPTS, candidates
 from tightfit.runs import find_run, has_display
 
@@ -178,7 +179,7 @@ def test_compare_refuses_as_the_other_commands_do(
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
+        (KeyboardInterrupt("signal 15"), 130, "interrupted"),
         (OSError(errno.ENOSPC, "No space left on device", "/full/file"), 3, "No space left on"),
     ],
 )
@@ -230,7 +231,7 @@ def test_an_end_from_outside_is_one_json_document_too(
     ],
 )
 def test_the_last_word_is_completed(line: str, found: list[str], home: Path) -> None:
-    assert candidates(line, ["plan", "sweep", "help"]) == found
+    assert candidates(line, ["plan", "sweep", "help"], run) == found
 
 
 def test_shells_get_a_script_and_bash_what_stands_behind_the_sign(

@@ -88,7 +88,7 @@ def test_serve_takes_a_profile_and_flags_win(
     monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path / "home"))
     given: list[str] = []
 
-    def main(arguments: list[str], prog: str) -> int:
+    def main(arguments: list[str]) -> int:
         given[:] = arguments
         return 0
 

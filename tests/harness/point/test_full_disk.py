@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,23 @@ def test_a_write_that_finds_no_room_names_file_and_sizes(
     )
     assert "bytes are free on its disk. Points that ended keep their records." in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_free_is_that_of_the_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_HOME", str(tmp_path))
+    seen: list[Path] = []
+    free = SimpleNamespace(free=7)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: seen.append(path) or free)
+    below = tmp_path / "runs" / "file"
+    for name in (None, below):  # an error need not name a file, and its folder need not be there
+        with pytest.raises(DiskFullError, match="7 bytes are free"), full_disk_ends():
+            raise OSError(errno.ENOSPC, "full", name)
+    below.parent.mkdir()
+    with pytest.raises(DiskFullError), full_disk_ends():
+        raise OSError(errno.ENOSPC, "full", below)
+    assert seen == [tmp_path, tmp_path, below.parent]
 
 
 def test_other_errors_pass() -> None:

@@ -57,3 +57,21 @@ def test_a_command_whose_reader_is_gone_ends_as_it_would() -> None:
 def test_a_command_without_streams_ends_as_it_would() -> None:
     closed = f"exec {shlex.join(HELP)} 0<&- 1>&- 2>&-"
     assert subprocess.run(["/bin/sh", "-c", closed], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["help"], ["plan", "model=glass", "gpu=l4_24gb", "--json"], ["models", "list"]]
+)
+def test_an_output_that_cannot_be_written_is_told_in_a_line(words: list[str]) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tightfit", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 3
+    said = "error: writing the output failed: No space left on device.\n"
+    assert done.stderr.endswith(said)
+    assert "Traceback" not in done.stderr
