@@ -25,11 +25,11 @@ card with more tensor cores restores no faster (not measured on any but an H200)
 RESTORING_WORK: Final[Mapping[str, float]] = MappingProxyType(
     {
         "uint4": 1.0,
-        "uint4+sub": 1.5,
+        "uint4+sub": 1.25,
         "table4": 1.5,
         "uint5": 2.0,
-        "uint5+sub": 2.0,
-        "uint6+sub": 2.0,
+        "uint5+sub": 1.7,
+        "uint6+sub": 1.7,
         "uint8": 1.25,
         "float8_e4m3fn": 1.2,
     }
