@@ -40,6 +40,7 @@ from engine.plan.memory import (
     build_plan,
     fits,
     plan_fits,
+    step_blocks,
     takes_swap_space,
 )
 from engine.plan.policy import assign, assign_resident
@@ -265,16 +266,15 @@ def _shortage(plan: MemoryPlan, asked: Asked) -> str:
     blocks = math.ceil(wanted / plan.block_size)
     if wanted <= plan.max_model_len:
         blocks = plan.kv.blocks(wanted)[0]
-    need = plan.kv.room(blocks)
     left = plan.gpu_budget_bytes - sum(_held(plan).values())
-    reach = min(plan.reach[0] - plan.num_gpu_blocks, blocks)
-    elsewhere = (
-        f", of which up to {gib(reach * plan.block_bytes)} may be in host memory" if reach else ""
-    )
-    model, card = asked.config.model.name, asked.facts.name
+    reach, elsewhere = min(plan.reach[0] - plan.num_gpu_blocks, blocks), ""
+    if reach:
+        elsewhere = f", of which up to {gib(reach * plan.block_bytes)} may be in host memory"
+    on_gpu = max(blocks - reach, min(blocks, step_blocks(plan.kv)))
     return (
-        f"{model} does not fit {card}: {gib(need - left)} short (needs {gib(need)} of KV for {what}"
-        f"{elsewhere}, has {gib(left)})."
+        f"{asked.config.model.name} does not fit {asked.facts.name}: "
+        f"{gib(plan.kv.room(on_gpu, reach) - left)} short (needs {gib(plan.kv.room(blocks))} of KV "
+        f"for {what}{elsewhere}, has {gib(left)})."
     )
 
 

@@ -55,6 +55,23 @@ def test_a_size_of_less_than_a_block_is_refused() -> None:
     assert plan_llama(8000, kv={"cpu_gib": 0.002}).host_kv is not None
 
 
+@pytest.mark.parametrize("cpu_gib", [1, 4])
+def test_a_refusal_says_how_much_more_is_needed_beside_the_host_tier(cpu_gib: int) -> None:
+    with pytest.raises(CapacityError) as error:
+        plan_llama(131_072, kv={"cpu_gib": cpu_gib})
+    found = re.search(
+        r"([\d.]+) GiB short \(needs ([\d.]+) GiB .* up to ([\d.]+) GiB .* has ([\d.]+) GiB",
+        str(error.value),
+    )
+    assert found is not None
+    short, need, host, left = map(float, found.groups())
+    assert host == cpu_gib
+    assert short == pytest.approx(need - host - left, abs=0.02)
+    assert plan_llama(131_072, kv={"cpu_gib": cpu_gib + short + 0.01}).host_kv is not None
+    with pytest.raises(CapacityError):
+        plan_llama(131_072, kv={"cpu_gib": cpu_gib + short - 0.01})
+
+
 @pytest.mark.thorough
 def test_a_host_tier_is_advised_where_it_is_what_is_short() -> None:
     """Of the placement that is set, and of those that auto chooses from."""
