@@ -168,7 +168,9 @@ def predict_long(plan: MemoryPlan) -> list[dict[str, Any]] | None:
     """Return what sequences of max_model_len do at once, by their number; None where none is long.
 
     `wait_s` bounds the time between two tokens of each while no prompt is computed and no short
-    sequence decodes; beside short ones it is 1 / LONG_SHARE times that.
+    sequence decodes; beside short ones it is 1 / LONG_SHARE times that. `short_share` is the rate
+    of short ones beside these, where their steps take as long as one of a sequence alone, over
+    that without these; of longer steps it is more.
     """
     host, kv = plan.host_kv, plan.kv
     if host is None or host.costs.read_rates is None or not kv.groups[0].in_place:
@@ -181,15 +183,18 @@ def predict_long(plan: MemoryPlan) -> list[dict[str, Any]] | None:
         token_s, tokens = turn_of(host.costs, need - room, room)
         in_turns = count > 1 and token_s < together_s / count
         read = need - room if in_turns else count * need - room
+        skips, step_s = num_skipped(rates, read), read_step_s(rates, 0)
+        read_s = read_step_s(rates, read)
         rows.append(
             {
                 "sequences": count,
                 "in_turns": in_turns,
-                "step_ms": read_step_s(rates, read) * 1e3,
+                "step_ms": read_s * 1e3,
                 "tokens_s": 1 / token_s if in_turns else count / together_s,
                 "turn_tokens": tokens if in_turns else None,
                 "wait_s": (count - 1) * tokens * token_s if in_turns else together_s,
-                "skipped_steps": num_skipped(rates, read),
+                "skipped_steps": skips,
+                "short_share": (skips + 1) * step_s / (skips * step_s + read_s),
             }
         )
     return rows

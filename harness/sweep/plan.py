@@ -320,7 +320,13 @@ def _host_kv(row: Row) -> Iterator[str]:
         f"comes from the host in {number(found['prefix_load_ms'])} ms, computed in "
         f"{number(found['prefix_compute_ms'])} ms"
     )
-    yield from map(_together, (found["together"] or [])[1:])
+    together = found["together"] or []
+    for first in together[:1]:
+        yield (
+            f"short ones beside it: {first['skipped_steps']} of their steps between two with it, "
+            f"about {first['short_share']:.0%} of their rate without it"
+        )
+    yield from map(_together, together[1:])
 
 
 def _together(found: Mapping[str, Any]) -> str:

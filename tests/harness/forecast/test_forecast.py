@@ -614,3 +614,5 @@ def test_the_page_on_two_tiers_has_the_figures_of_its_second_command(composer: C
             f"| {each['sequences']} | {how} | {each['tokens_s']:.1f} | {each['wait_s']:.3g} |"
         )
     assert "\n".join(rows) in page
+    one = host["together"][0]
+    assert f"{one['skipped_steps']} steps, {100 * one['short_share']:.0f} %." in page
