@@ -90,7 +90,8 @@ def read_folder(folder: Path) -> ModelFolder:
     config = read_config(folder)
     stored: dict[str, StoredTensor] = {}
     for file in checkpoint_files(folder):
-        stored.update(_read_header(file) if file.is_file() else {})
+        if file.is_file():
+            _add_header(file, stored)
     stored, _ = text_part(stored)
     dtype, notes = _dtype_of(stored)
     spec = ModelSpec.from_hf_config(config, dtype)
@@ -209,7 +210,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 f"{folder}: expected the shard {file.name}, found none. Fetch it."
             )
-        found.update(_read_header(file))
+        _add_header(file, found)
     return found
 
 
@@ -250,6 +251,16 @@ def parse_header(file: Path) -> tuple[dict[str, Any], int, int]:
         if length > size:
             raise ValueError("header longer than the file")
         return json.loads(stream.read(length)), LENGTH_BYTES + length, size
+
+
+def _add_header(file: Path, known: dict[str, StoredTensor]) -> None:
+    """Add the tensors of one file to those of others, of which none may have the same."""
+    for name, tensor in _read_header(file).items():
+        if (other := known.setdefault(name, tensor)) is not tensor:
+            raise CheckpointError(
+                f"{file}: expected {name} in one file, found it in {other.file.name} too. Remove "
+                "the file that does not belong to the checkpoint, or fetch it again."
+            )
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:

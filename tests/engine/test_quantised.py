@@ -462,6 +462,15 @@ def test_a_router_that_stays_plain_says_nothing_of_gates(tmp_path):
     assert found.scheme_of("model.layers.0.mlp.experts.0.gate_proj") is not None
 
 
+def test_a_tensor_in_two_files_is_refused(folders, tmp_path):
+    damage(folders(FAST[0])[0], tmp_path, {})
+    file = tmp_path / "model.safetensors"
+    (tmp_path / "a.safetensors").write_bytes(file.read_bytes())
+    file.rename(tmp_path / "b.safetensors")
+    with pytest.raises(CheckpointError, match=r"b\.safetensors: expected .* in one file.* in a\."):
+        open_llm(tmp_path, **LIMITS)
+
+
 def test_columns_of_whole_rows_have_no_order(folders):
     """Whatever desc_act says: then experts can be read too."""
     folder, _, _ = folders("gptq 4, symmetric, whole rows")
