@@ -195,7 +195,8 @@ def test_many_processes_may_make_it_at_once(home: Path) -> None:
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "registry.db").write_text("nothing of the kind" * 100)
-    with pytest.raises(ConfigError, match=r"registry\.db: expected the registry's database.*move a file away"):
+    expected = r"registry\.db: expected the registry's database.*move a file away"
+    with pytest.raises(ConfigError, match=expected):
         Database.open(tmp_path / "registry.db")
 
 
