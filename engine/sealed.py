@@ -164,10 +164,22 @@ def number_fault(
     return f"{name}: expected {kind} {bounds}, got {value!r}.{tail}"
 
 
+def comma_hint(typed: object) -> str:
+    """Return how to write a number that has a comma, also behind a setting's name, else nothing."""
+    found = re.fullmatch(r"(?:[^=]*=)?(-?\d+),(\d+)", str(typed))
+    if found is None:
+        return ""
+    whole, part = found.groups()
+    thousands = f" Write thousands without a comma: {whole}{part}." if len(part) == 3 else ""
+    return f"{thousands} A decimal number has a point: {whole}.{part}."
+
+
 def unit_hint(value: object) -> str:
-    """Return how to write a number that was given with a unit or a decimal comma, else nothing."""
-    if found := re.fullmatch(r"(-?\d+),(\d+)", str(value)):
-        return f" A decimal number has a point: {found[1]}.{found[2]}."
+    """Return how to write a number that has a comma, a printed minus or a unit, else nothing."""
+    if hint := comma_hint(value):
+        return hint
+    if found := re.fullmatch("[\u2212\u2013](\\d[\\d.]*).*", str(value)):
+        return f" Write the minus of the keyboard: -{found[1]}."
     found = re.fullmatch(r"(-?[\d.]+) ?([a-zA-Z]{1,6}|%)", str(value))
     if found is None:
         return ""

@@ -44,7 +44,7 @@ from catalogue.models import find
 from engine.asked.keywords import NOT_SUPPORTED
 from engine.asked.offload import OffloadWarning
 from engine.errors import ConfigError, closest, did_you_mean
-from engine.sealed import describe_type, key_types, unit_hint, without_null
+from engine.sealed import comma_hint, describe_type, key_types, unit_hint, without_null
 from harness.config.command import check_chosen, key_of
 from harness.config.engine import check_settings
 from harness.config.launchers import BASIC, check_launcher
@@ -209,16 +209,6 @@ def explain(error: Exception) -> ConfigError:
 
 APPENDED_GROUPS: Final = ("model", "experiment", "study")
 """Groups without an entry in the defaults list of conf/config.yaml: Hydra wants a + for them."""
-
-
-def _decimal_hint(typed: str) -> str:
-    """Return how to write a number that has a comma; empty for other values."""
-    found = re.fullmatch(r"[^=]*=(-?\d+),(\d+)", typed)
-    if found is None:
-        return ""
-    whole, part = found.groups()
-    thousands = f" Write thousands without a comma: {whole}{part}." if len(part) == 3 else ""
-    return f"{thousands} A decimal number has a point: {whole}.{part}."
 
 
 def is_hydra(override: Override) -> bool:
@@ -555,6 +545,8 @@ class Composer:
                 hint = f"Did you mean {group}={text}?"
             elif is_hub_id(text):
                 hint = f"Did you mean model={text}?"
+            elif found := re.search(r"(?i)KV cache memory\D*?(-?\d+(\.\d+)?)", text):
+                hint = f"Did you mean plan.reported_kv_gib={found[1]}?"
             elif re.search(r"[=,],|,$", text):
                 hint = "Remove the comma that has no value beside it."
             raise ConfigError(f"{text}: expected key=value or group=option. {hint}") from error
@@ -666,7 +658,7 @@ class Composer:
         if not multirun and master.hydra.mode != RunMode.MULTIRUN:
             raise ConfigError(
                 f"{several[0].input_line}: several values make a sweep. Add -m, or quote the value "
-                f"if the comma belongs to it.{_decimal_hint(str(several[0].input_line))}"
+                f"if the comma belongs to it.{comma_hint(several[0].input_line)}"
             )
         swept = cast("dict[str, Any]", OmegaConf.to_container(master.hydra.sweeper)).get("params")
         swept = swept or {}

@@ -306,6 +306,8 @@ def test_mistakes_in_a_user_s_files_are_named(
             "engine.max_model_len=4,096",
             ["Write thousands without a comma: 4096.", "A decimal number has a point: 4.096."],
         ),
+        ("plan.reported_kv_gib=\u22123.44", ["Write the minus of the keyboard: -3.44."]),
+        ("'available KV cache memory: -3.44 GiB'", ["Did you mean plan.reported_kv_gib=-3.44?"]),
         ("engine.gpu_memory_utilization='0,9'", ["A decimal number has a point: 0.9."]),
         ("offload=none,,uva", ["Remove the comma that has no value beside it."]),
         ("offload=none,uva,", ["Remove the comma that has no value beside it."]),
