@@ -35,7 +35,8 @@ RESTORING_WORK: Final[Mapping[str, float]] = MappingProxyType(
     }
 )
 """Time of products of 1 and 16 tokens over that of AWQ's values in float16, by kind: estimated for
-an H200, held against steps of Llama 2 7B. 5 bits and tables: assumed."""
+an H200, held against steps of Llama 2 7B in float16. 5 bits and tables: assumed. In bfloat16,
+K-quants (+sub) take longer than that."""
 QUANTISED_MOST: Final = ((8, 3.3), (64, 2.4))
 """Tokens of a product at most, and what restoring quantised weights in registers carries of their
 work (RESTORING_WORK), over the bytes of codes that it carries at 16 tokens (H200, steps of

@@ -514,7 +514,7 @@ template <int VALUES, int SCALES, int GROUP, int SUBGROUP, int HAS> struct Quant
   //   where l / d is 1/2 to 32, and s and m have 6 bits: then the integers have at most 11 bits, and r in units of the last
   //   bit of d or l, and float32 would have rounded nothing. Values are float16 that are not normal; d is scaled by 2^14.
   // - UINT6: weight = (value - 32) * f + (value - 32) * e, with f = d * s rounded and e = d * s - f, which has at most 6 bits.
-  //   A zero may have the sign that it lacks in float32, which no sum of products shows.
+  //   A zero may lack the sign that it has in float32, which no sum of products shows.
   //
   // Returns for a row of 64 columns, first for 32 and then for the others: s and s / 16, -k and r; or f, e of 16 columns each.
   __device__ __forceinline__ uint4 halves(u32 beside, int row, bool& fits) const {

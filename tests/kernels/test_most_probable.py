@@ -69,10 +69,14 @@ def test_rows_that_hold_what_is_no_logit_are_told_by_nan(rng):
     assert_same(kernel(rows), ref.most_probable(rows))
 
 
-def test_a_logit_far_above_the_others_is_certain():
-    rows = torch.full((1, 50), -1e30)
-    rows[0, 31] = 1e30
-    assert logits.most_probable(rows)[0].tolist() == [[31.0, 0.0]]
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of overflow, the interpreter's
+@pytest.mark.parametrize(("least", "most"), [(-1e30, 1e30), (-3.4e38, 3.4e38), (-INF, -3.4e38)])
+def test_a_logit_far_above_the_others_is_certain(least, most, device):
+    rows = torch.full((1, 20_001), least, device=device)
+    rows[0, 17_000] = most
+    for found_S2, largest_S in (kernel(rows), ref.most_probable(rows), logits.most_probable(rows)):
+        assert found_S2.tolist() == [[17_000.0, 0.0]]
+        assert largest_S.tolist() == rows[:, 17_000].tolist()
 
 
 def test_kernel_result_of_a_row_is_the_same_in_every_batch(rng):
