@@ -62,6 +62,8 @@ def _alike(word: str, known: Sequence[str]) -> list[str]:
     """Return the names that begin with a word, else hold it, else resemble it."""
     bare = {_bare(name): name for name in known}
     short = _bare(re.sub(r"(^|[^a-z0-9])\d+\s*gi?b$", "", word.lower())) or _bare(word)
+    if len(short) < 2:  # a part of most names
+        return []
     starts = [name for text, name in bare.items() if text.startswith(short)]
     holds = [name for text, name in bare.items() if short in text]
     close = difflib.get_close_matches(_bare(word), list(bare), n=2, cutoff=0.7)

@@ -235,6 +235,8 @@ def test_cards_that_people_have_are_there() -> None:
         ("rx7900xtx_24gb", "Cards of 24 GB: a10_24gb, "),
         ("gtx1070_7gb", "Cards of 6 GB: rtx2060_6gb, "),
         ("arc", "There are: a100_40gb, "),
+        ("x", "There are: a100_40gb, "),
+        ("", "There are: a100_40gb, "),
     ],
 )
 def test_an_unknown_card_is_told_the_nearest_ones_and_how_to_state_its_own(
