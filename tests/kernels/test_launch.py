@@ -23,6 +23,7 @@ from kernels.triton import (
     activation,
     decode_attention,
     launch,
+    logits,
     norm,
     prefill_attention,
     rotary_write_kv,
@@ -134,6 +135,7 @@ def every_launch(num_tokens: int) -> None:
     norm.add_rms_norm(x, x, weight, 1e-6)
     norm.rms_norm_add_(x, x, weight, 1e-6)
     activation.gated_mul(x, is_gelu=False)
+    logits.most_probable(x)
     q, k, v = torch.zeros(num_tokens, 8, 16).split_with_sizes((4, 2, 2), 1)
     cache = torch.zeros(num_tokens + 3, 2, 2, 16, 16)
     k_cache, v_cache = cache[:, 0], cache[:, 1]
@@ -212,4 +214,5 @@ def test_what_kernels_are_kept_by_follows_from_the_model_alone(launches):
         assert [*map(type, one.numbers)] == [*map(type, other.numbers)], what
         assert {type(each) for each in one.numbers} <= {int, float}, what
         assert [x.dtype for x in one.tensors] == [x.dtype for x in other.tensors], what
-        assert all(x.dtype in {torch.int32, torch.int64} for x in one.indices), what
+        types = {torch.float32} if what == "_most_probable_kernel" else {torch.int32, torch.int64}
+        assert {x.dtype for x in one.indices} <= types, what  # not among what they are kept by
