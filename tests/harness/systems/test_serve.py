@@ -60,8 +60,9 @@ def test_requests_are_answered_and_the_server_ends(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny")
     told: list[str] = []
     build = serve_door().load_code()
+    before = {*psutil.Process().children(recursive=True)}  # of other tests
     llm: Any = build(config(folder), progress=lambda phase, *_: told.append(phase))
-    children = psutil.Process().children(recursive=True)
+    children = {*psutil.Process().children(recursive=True)} - before
     try:
         requests, *_ = run_requests(
             llm, [[1, 2, 3], [4, 5]], 4, clock=time.perf_counter, at_once=True, prefix="r"
