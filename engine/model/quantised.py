@@ -595,7 +595,7 @@ def _format(scheme: Scheme | None, dtype: str) -> ReadFormat:
 
 
 def _as_stored(scheme: Scheme, modules: Iterable[str], stored: Mapping[str, str]) -> Scheme:
-    """Return a scheme with the dtype that its scales are stored in."""
+    """Return a scheme with the dtypes that its scales and its order of columns are stored in."""
     own = list(modules)
     dtypes = {stored[name] for m in own for s in SCALES if (name := f"{m}.{s}") in stored}
     dtypes &= set(FORMATS)
@@ -603,6 +603,11 @@ def _as_stored(scheme: Scheme, modules: Iterable[str], stored: Mapping[str, str]
         return scheme
     if scheme.layout == "pack-quantized":
         scheme = replace(scheme, ordered=any(f"{m}.weight_g_idx" in stored for m in own))
+    if scheme.layout == "gptq":
+        known = {"int32", "int64"} | ({""} if not scheme.ordered else set())
+        indices = {stored.get(f"{m}.g_idx", "") for m in own}
+        if len(indices) == 1 and indices <= known:  # else what differs is refused by its name
+            scheme = replace(scheme, index_dtype=indices.pop())
     return replace(scheme, scale_dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
 
 

@@ -66,6 +66,7 @@ class Scheme:
         nested: Whether scales are quantised too (bitsandbytes).
         heads: Heads of queries and of keys, where a GGUF file keeps rows that rotate together side
             by side; 0: it does not.
+        index_dtype: dtype of GPTQ's g_idx; empty: there is none, columns are grouped as they stand.
     """
 
     layout: str
@@ -78,6 +79,7 @@ class Scheme:
     rows: int = 1
     heads: tuple[int, int] = (0, 0)
     nested: bool = False
+    index_dtype: str = "int32"
 
     @property
     def name(self) -> str:
@@ -132,7 +134,7 @@ def _gptq(scheme: Scheme, rows: int, columns: int) -> Arrays:
             ("qweight", (columns * bits // 32, rows), "int32"),
             ("qzeros", (groups, rows * bits // 32), "int32"),
             ("scales", (groups, rows), None),
-            ("g_idx", (columns,), "int32"),
+            *((("g_idx", (columns,), scheme.index_dtype),) if scheme.index_dtype else ()),
         ),
         has=("zero", "columns") if scheme.ordered else ("zero",),
     )

@@ -124,8 +124,10 @@ def _gptq(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
     zeros = split(stored["qzeros"], bits).flatten(-2).T  # [N, G]
     if scheme.zeros_from_one:
         zeros = zeros + 1 & 2**bits - 1
-    groups = stored["g_idx"].long()
     found = {"zero": zeros, "scale": stored["scales"].T}
+    if not scheme.index_dtype:
+        return found | {"values": values}
+    groups = stored["g_idx"].long()
     in_order = torch.arange(columns, device=groups.device) // (scheme.group or columns)
     if not scheme.ordered:
         if not torch.equal(groups, in_order):

@@ -471,6 +471,49 @@ def test_a_tensor_in_two_files_is_refused(folders, tmp_path):
         open_llm(tmp_path, **LIMITS)
 
 
+def index_as(folder: Path, target: Path, dtype: torch.dtype | None) -> None:
+    """Copy a checkpoint with g_idx in another dtype; None: without."""
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        index = tensors.pop(name)
+        if dtype is not None:
+            tensors[name] = index.to(dtype)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("gptq 4, groups of 64", None),
+        ("gptq 4, groups of 64", torch.int64),
+        ("gptq 4, v2, in order of activations", torch.int64),
+    ],
+    ids=str,
+)
+def test_g_idx_may_be_absent_or_of_64_bits(name, dtype, folders, tmp_path):
+    folder, _, meant = folders(name)
+    index_as(folder, tmp_path, dtype)
+    llm = open_llm(tmp_path, dtype="float32", **LIMITS)
+    check_weights(llm, meant)
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (None, "tensors are missing, the first is .*g_idx"),
+        (torch.float32, "g_idx is stored in float32, expected int32"),
+    ],
+    ids=str,
+)
+def test_an_order_of_columns_takes_a_g_idx(dtype, message, folders, tmp_path):
+    folder, _, _ = folders("gptq 4, v2, in order of activations")
+    index_as(folder, tmp_path, dtype)
+    with pytest.raises(CheckpointError, match=message):
+        open_llm(tmp_path, **LIMITS)
+
+
 def test_columns_of_whole_rows_have_no_order(folders):
     """Whatever desc_act says: then experts can be read too."""
     folder, _, _ = folders("gptq 4, symmetric, whole rows")
