@@ -136,26 +136,53 @@ def _read_awq(found: Mapping[str, Any]) -> Quantisation:
 
 
 def _read_gptq(found: Mapping[str, Any]) -> Quantisation:
-    """Read what AutoGPTQ and GPTQModel write."""
+    """Read what AutoGPTQ and GPTQModel write.
+
+    Of `dynamic`, the first rule that a module's name begins with counts there; one that begins with
+    a minus leaves modules plain, another changes how they are stored.
+    """
+    rules = found.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        raise _refused(f"got GPTQ with dynamic={rules!r}, expected an object")
+    ignore, schemes, others = [] if found.get("lm_head") else ["lm_head"], [], ""
+    for rule, changes in rules.items():
+        pattern = rule.removeprefix("-:").removeprefix("+:")
+        if rule.startswith("-:"):
+            ignore += _names({"dynamic": [f"re:{others}(?:{pattern})"]}, "dynamic")
+            continue
+        if not isinstance(changes, Mapping) or changes.keys() - _GPTQ_CHANGES:
+            raise _refused(
+                f"got GPTQ with the dynamic rule {rule!r}: {changes!r}, expected changes of "
+                f"{', '.join(sorted(_GPTQ_CHANGES))}"
+            )
+        schemes.append(
+            (_names({"dynamic": [f"re:{pattern}"]}, "dynamic"), _gptq_scheme({**found, **changes}))
+        )
+        others += f"(?!{pattern})"  # what is ignored is asked for first
+    return Quantisation("gptq", (*schemes, ((LINEAR,), _gptq_scheme(found))), tuple(ignore))
+
+
+_GPTQ_CHANGES: Final = frozenset({"bits", "group_size", "desc_act", "sym"})
+"""What a rule may change; whether zero points are symmetric is in them."""
+
+
+def _gptq_scheme(found: Mapping[str, Any]) -> Scheme:
+    """Return how a module is stored by AutoGPTQ and GPTQModel."""
     bits, group = _whole(found, "bits"), _whole(found, "group_size")
     version = _layout_name(found, "checkpoint_format", "gptq")
     if bits not in {4, 8}:
         raise _refused(f"got GPTQ with {bits} bits, expected 4 or 8")
     if version not in {"gptq", "gptq_v2"}:
         raise _refused(f"got GPTQ with checkpoint_format={version!r}, expected gptq or gptq_v2")
-    if dynamic := found.get("dynamic"):
-        raise _refused(f"got GPTQ with dynamic={dynamic!r}, expected the same bits everywhere")
     if pack := {found.get("pack_dtype", "int32")} - {"int32"}:
         raise _refused(f"got GPTQ with pack_dtype={pack.pop()!r}, expected int32")
-    scheme = Scheme(
+    return Scheme(
         "gptq",
         bits,
         0 if group == -1 else group,
         ordered=bool(found.get("desc_act", False)) and group != -1,  # a whole row has no order
         zeros_from_one=version == "gptq",
     )
-    ignore = () if found.get("lm_head") else ("lm_head",)
-    return Quantisation("gptq", (((LINEAR,), scheme),), ignore)
 
 
 def _read_compressed(found: Mapping[str, Any], dtype: str) -> Quantisation:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError, ConfigError
 from engine.model.checkpoint import read_folder
+from engine.model.quant_config import read_quantization
+from engine.model.quantised import Quantisation
 from engine.model.spec import ModelSpec
 from tests.engine.placements import check_decode_bytes
 from tests.engine.quantised import (
@@ -259,7 +261,10 @@ def compressed_of(
         ({"quant_method": "awq", "group_size": "128"}, "whole number for group_size, got '128'"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits, expected 4 or 8"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-        ({"quant_method": "gptq", "dynamic": {"a": {"bits": 8}}}, "dynamic="),
+        ({"quant_method": "gptq", "dynamic": {"a": {"bits": 3}}}, "GPTQ with 3 bits, expected"),
+        ({"quant_method": "gptq", "dynamic": {"a": {"adapter": 1}}}, "the dynamic rule 'a'.*bits"),
+        ({"quant_method": "gptq", "dynamic": {"-:(": {}}}, "dynamic: .* is no regular expression"),
+        ({"quant_method": "gptq", "dynamic": ["a"]}, r"dynamic=\['a'\], expected an object"),
         ({"quant_method": "gptq", "group_size": 48}, "groups of 16, 32, a multiple of 64"),
         ({"quant_method": "awq", "group_size": -64}, "groups of 16, 32.* got -64"),
         ({"quant_method": "awq", "group_size": 128}, "groups of 128 that divide its columns"),
@@ -598,6 +603,35 @@ def test_groups_of_one_checkpoint_may_differ(tmp_path):
     formats = llm.plan.formats.to_dict()
     assert formats["model.layers.0.mlp.down_proj.weight"] == "pack-quantized8"
     assert formats["model.layers.0.mlp.gate_up_proj.weight"] == "pack-quantized4"
+    assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
+    llm.close()
+
+
+def test_rules_of_gptq_keep_modules_plain_or_change_how_they_are_stored(tmp_path):
+    kept = ("model.layers.1.self_attn.o_proj", "model.layers.0.mlp.gate_proj")
+    ways = {192: gptq(8, 64, version="gptq_v2", ordered=True), 128: gptq(4, 32, version="gptq_v2")}
+
+    def make(weight: torch.Tensor, rng: torch.Generator) -> Any:
+        return ways[weight.shape[1]].make(weight, rng)
+
+    rules = {
+        r"-:model\.layers\.1\.self_attn\.o_proj|lm_head": {},
+        r"+:.*\.down_proj": {"bits": 8, "group_size": 64, "desc_act": True},
+        r"-:.*\.0\.mlp\.(gate|down)_proj": {},  # of down_proj, the rule before counts
+    }
+    way = Way(ways[128].config | {"dynamic": rules}, make)
+    folder, plain, meant = write(tmp_path, way, keep=kept)
+    read = read_quantization(json.loads((folder / "config.json").read_text()), "float32")
+    found = Quantisation.of(read)
+    assert [name for name in (*kept, "lm_head") if found.scheme_of(name)] == []
+    assert {n for n in meant if found.scheme_of(n.removesuffix(".weight")) is None} == set()
+    llm = open_llm(folder, dtype="float32", **LIMITS)
+    formats = llm.plan.formats.to_dict()
+    assert formats["model.layers.0.mlp.down_proj.weight"] == "gptq8"
+    assert formats["model.layers.0.mlp.gate_up_proj.weight"] == "mixed"
+    assert "model.layers.1.self_attn.o_proj.weight" not in formats
+    back = read_back(llm)
+    assert all(torch.equal(back[name], weight.float()) for name, weight in meant.items())
     assert greedy(llm, PROMPTS, 12) == greedy_of_transformers(plain, PROMPTS, 12)
     llm.close()
 
