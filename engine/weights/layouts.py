@@ -168,7 +168,14 @@ def _packed(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
 def _bytes(source: Source, stored: Mapping[str, torch.Tensor]) -> Arrays:
     values = stored["weight"].view(torch.uint8)
     found = {"scale": _by_columns(stored["weight_scale"], source)}
-    if source.scheme.layout == "int-quantized":
+    is_integer = source.scheme.layout == "int-quantized"
+    # NaN of e4m3 are 127 and 255: the largest bytes with and without a sign.
+    if not is_integer and (values.max() == 255) | (values.view(torch.int8).max() == 127):
+        raise CheckpointError(
+            f"{source.parameters[0][1].name}: expected finite weights, got NaN. Fetch the "
+            "checkpoint again."
+        )
+    if is_integer:
         values = values ^ 128  # from two's complement to an offset of 128
         if "weight_zero_point" in stored:
             zeros = stored["weight_zero_point"].view(torch.uint8) ^ 128

@@ -324,6 +324,21 @@ def damage(folder: Path, target: Path, change: dict[str, Any]) -> None:
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.parametrize("byte", [127, 255])
+@pytest.mark.parametrize("name", ["fp8 of blocks", "float8 of rows"])
+def test_float8_values_that_are_nan_are_refused(name, byte, folders, tmp_path):
+    folder, _, _ = folders(name)
+
+    def changed(weight: torch.Tensor) -> torch.Tensor:
+        values = weight.view(torch.uint8).clone()
+        values[-1, 3] = byte
+        return values.view(weight.dtype)
+
+    damage(folder, tmp_path, {"weight": changed})
+    with pytest.raises(CheckpointError, match=r"down_proj.weight: expected finite weights, got"):
+        open_llm(tmp_path, **LIMITS)
+
+
 @pytest.mark.parametrize(
     ("name", "suffix"),
     [
