@@ -452,10 +452,17 @@ def check_checkpoint(
         for tensor in spec.tensors()
         for part in formats[tensor.name].parameters(tensor)
     }
+    ignored = {HEAD} if spec.tie_word_embeddings else set()
+    others = set(stored) - set(wanted) - ignored
+    unused = (*UNUSED.get(spec.quantization.get("method", ""), ()), "rotary_emb.inv_freq")
+    extra = sorted(name for name in others if not name.endswith(unused))
+    if spec.quantization.get("method") == "gptq":  # AutoGPTQ writes biases of zeros
+        extra = [name for name in extra if not (name.endswith(".bias") and _is_zero(stored[name]))]
     missing = sorted(set(wanted) - set(stored))
     if missing:
+        instead = f"; there is {extra[0]}, which a {spec.model_type} model has not" if extra else ""
         raise CheckpointError(
-            f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}. "
+            f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}{instead}. "
             "Does config.json belong to these files?"
         )
     for name, part in wanted.items():
@@ -477,12 +484,6 @@ def check_checkpoint(
                 f"{folder}: {name} is stored in {found.dtype}, expected "
                 f"{part.dtype or ', '.join(FORMATS)}. Does config.json belong to these files?"
             )
-    ignored = {HEAD} if spec.tie_word_embeddings else set()
-    others = set(stored) - set(wanted) - ignored
-    unused = (*UNUSED.get(spec.quantization.get("method", ""), ()), "rotary_emb.inv_freq")
-    extra = sorted(name for name in others if not name.endswith(unused))
-    if spec.quantization.get("method") == "gptq":  # AutoGPTQ writes biases of zeros
-        extra = [name for name in extra if not (name.endswith(".bias") and _is_zero(stored[name]))]
     if extra:
         raise CheckpointError(
             f"{folder}: {len(extra)} tensors do not belong to a {spec.model_type} model, the first "

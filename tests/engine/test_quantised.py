@@ -651,6 +651,20 @@ def test_rules_of_gptq_keep_modules_plain_or_change_how_they_are_stored(tmp_path
     llm.close()
 
 
+@pytest.mark.parametrize("method", ["", "gptq 4, groups of 64", "fp8 of blocks"])
+def test_fused_matrices_and_unknown_families_are_refused_by_name(method, folders, tmp_path):
+    folder, plain, _ = folders(method or "gptq 4, groups of 64")
+    if not method:
+        folder = plain
+    renamed(folder, tmp_path, lambda name: name.replace("q_proj", "qkv_proj"))
+    message = r"missing, the first is .*\.q_proj\..* there is .*\.qkv_proj\..* llama model has not"
+    with pytest.raises(CheckpointError, match=message):
+        open_llm(tmp_path, **LIMITS)
+    change_config(tmp_path, model_type="phi3")
+    with pytest.raises(CheckpointError, match=r"model_type among llama.* got 'phi3'"):
+        open_llm(tmp_path, **LIMITS)
+
+
 @pytest.mark.thorough
 def test_biases_of_zeros_beside_gptq_are_left_out_and_others_refused(folders, tmp_path):
     folder, plain, _ = folders("gptq 8, v2")
