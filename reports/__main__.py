@@ -77,7 +77,9 @@ def _compare(typed: Sequence[str]) -> int:
     )
     options = parser.parse_args(typed)
     if len(options.run) < 2:
-        raise RecordError("compare: expected at least two runs, got one.")
+        raise RecordError(
+            "compare: expected at least two runs, got one. Name the folder of another one."
+        )
     paths = write_compare_report(options.run, options.out)
     (text,) = [path for path in paths if path.suffix == ".md"]
     sys.stdout.write(text.read_text(encoding="utf-8"))

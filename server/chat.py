@@ -157,7 +157,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--url", default=URL, help=f"address of the server (default: {URL})")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="maximum number of tokens in an answer"
+    )
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
     return parser
 

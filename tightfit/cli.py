@@ -103,7 +103,9 @@ def _serve(arguments: list[str]) -> int:
     from server.run import main  # noqa: PLC0415
 
     if {"-h", "--help"} & {*arguments}:
-        sys.stdout.write("--profile MODEL[/PROFILE] serves a profile of the registry.\n\n")
+        sys.stdout.write(
+            "Models that were added: `tightfit serve --profile MODEL[/PROFILE]`. All others:\n\n"
+        )
     try:
         arguments = _of_profile(arguments)
     except EngineError as error:

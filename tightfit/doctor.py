@@ -219,7 +219,10 @@ _SHOWN_RATES: Final = (("h2d_gb_s", "copies"), ("in_place_gb_s", "reads in place
 def _probed(facts: Facts) -> Line:
     what = "link" if facts.gpu is not None else "CPU rates"
     if facts.link is None:
-        remedy = "`tightfit run scenario=probe` measures them; until then, predictions assume them."
+        used = "the card's data sheet" if facts.gpu is not None else "assumed rates"
+        remedy = (
+            f"`tightfit run scenario=probe` measures the rates. Until then, predictions use {used}."
+        )
         return Line(what, "warn", "not probed", remedy)
     rates = [
         f"{words} {facts.link[name]:.1f} GB/s" for name, words in _SHOWN_RATES if name in facts.link

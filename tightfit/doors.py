@@ -106,7 +106,10 @@ def _planned(model: str, gpu: str | None, keywords: Keywords) -> MemoryPlan:
     except CapacityError as error:
         if asked.is_described or asked.device == "cpu" or has_gpu():
             raise
-        note = "No GPU is here, so this is the CPU's plan. gpu='rtx4080_16gb' plans for that card."
+        note = (
+            "This machine has no GPU, so this plan is for the CPU. gpu='rtx4080_16gb' plans for "
+            "that card."
+        )
         raise CapacityError(f"{error}\n{note}", error.plan) from None
 
 

@@ -72,8 +72,13 @@ def find_run(word: str) -> Path:
             return min(told)  # later ones took it over
     names = [folder.name for folder in folders]
     if len(matching) > 1:
-        listed = ", ".join(folder.name for folder in matching[:_SHORT])
-        raise ConfigError(f"run {word}: expected one run, got {len(matching)}: {listed}.")
+        newest = sorted(matching, key=_started, reverse=True)
+        listed = ", ".join(folder.name for folder in newest[:_SHORT])
+        which = f", the newest {_SHORT} of them" if len(matching) > _SHORT else ""
+        raise ConfigError(
+            f"run {word}: expected one run, got {len(matching)} whose ids begin so{which}: "
+            f"{listed}. Write more of the id."
+        )
     raise ConfigError(
         f"run: expected {LATEST}, a folder, or the id of a run in {runs.parent}, got {word!r}."
         f"{did_you_mean(word, names)}"
@@ -172,7 +177,9 @@ def compare(arguments: Sequence[str]) -> int:
         description="Compare runs of the same work with the first of them that has figures.",
     )
     parser.add_argument(
-        "run", nargs="+", help="latest, id, either with /POINT, or folder; two at least"
+        "run",
+        nargs="+",
+        help="latest, an id or a folder; /POINT behind it names a point of a sweep",
     )
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the page")
     parser.add_argument("--json", action="store_true", help="print one JSON document, no page")
@@ -232,7 +239,10 @@ def _rows(folders: Sequence[Path]) -> list["Run"]:
     from reports.record.record import RecordError  # noqa: PLC0415
 
     if len(folders) < 2:
-        raise RecordError("compare: expected at least two runs, got one.")
+        raise RecordError(
+            "compare: expected at least two runs, got one. Name another: `tightfit open` "
+            "lists them."
+        )
     rows = compared.compare_rows([(folder, believed(load_run(folder))) for folder in folders])
     compared.check_distinct(rows)
     compared.check_alike(rows)

@@ -17,6 +17,8 @@ AUTO_FIELDS = ("cpu_offload_gb", "max_model_len", "max_num_seqs")
 
 ANY_CARD: Final = "auto"
 """Name of whatever card is here."""
+MOST_MEMORY_GIB: Final = 4000
+"""More than any card has; sizes in MiB are refused by it, from that of a 4 GB card on."""
 
 
 @dataclass(kw_only=True)
@@ -28,7 +30,14 @@ class GPUConfig(Sealed):
     """Name of the card in reports."""
     device: str = choice(("auto", "cuda", "cpu"), "auto")
     """auto (CUDA if there is one, else the CPU) | cuda | cpu."""
-    memory_gib: float | None = number(None, keyword="gpu_memory_gib", low=0, low_open=True)
+    memory_gib: float | None = number(
+        None,
+        keyword="gpu_memory_gib",
+        low=0,
+        high=MOST_MEMORY_GIB,
+        low_open=True,
+        hint="It is a size in GiB; divide MiB by 1024.",
+    )
     """Memory of the card as nvidia-smi shows it, GiB; the budget is this times
     gpu_memory_utilization. null: the memory of this card (CPU: half of the free host memory)."""
     host_gib: float | None = number(None, low=0, low_open=True)

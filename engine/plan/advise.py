@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from engine.asked.config import EngineConfig
+from engine.asked.config import MOST_MEMORY_GIB, EngineConfig
 from engine.asked.kv import KVConfig
 from engine.asked.offload import OffloadConfig
 from engine.errors import CapacityError, ConfigError
@@ -303,7 +303,8 @@ def roomy_card_gib(asked: Asked) -> float:
         wanted = replace(changed(bare, "gpu", memory_gib=hundredths / 100), facts=facts)
         return build_plan(wanted, assign_resident(asked.spec)).holds_one
 
-    return (least(1, 2**20, holds) or 2**20) / 100
+    most = 100 * MOST_MEMORY_GIB
+    return (least(1, most, holds) or most) / 100
 
 
 # What is asked with lossless weights, and what a plan is like.

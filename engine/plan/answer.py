@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final
 
-from engine.asked.config import EngineConfig, PlannerConfig
+from engine.asked.config import MOST_MEMORY_GIB, EngineConfig, PlannerConfig
 from engine.asked.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from engine.errors import CapacityError
 from engine.lines import LABEL, WIDTH, by_words, labelled, wrapped
@@ -227,7 +227,7 @@ def _host_shortage(plan: MemoryPlan, asked: Asked) -> str:
     )
     emulated = items.get("emulated_gpu", 0)
     if emulated and emulated == max(items.values()):
-        text += f" Without a GPU, to emulate {gib(emulated)} of one takes as much RAM."
+        text += f" Without a GPU, emulating {gib(emulated)} of GPU memory takes as much RAM."
     return text
 
 
@@ -399,7 +399,7 @@ def rounded_rows(asked: Asked, planned: Planned, context: int | None) -> list[Ro
         return []
     way = Way(settings=(), asked=replace(asked, config=rounded, tensor_formats={}), plan=plan)
     settings = " ".join((*offload, "model.quantize=int4"))
-    effect = f"{way.effect()}, other tokens than {plan.dtype}'s"
+    effect = f"{way.effect()}, tokens differ from {plan.dtype}'s"
     return [("4-bit", settings, f"{rate(way.tokens_s(context))} tok/s", effect)]
 
 
@@ -710,9 +710,9 @@ def limits(asked: Asked) -> list[Setting]:
         Setting("engine", "gpu_memory_utilization", more, 100, parts=100, is_least=True),
     ]
     if memory is not None:
-        card = 2**20 if facts.emulated else math.floor(facts.free_bytes / GIB / share * 100)
-        low = math.floor(memory * 100) + 1
-        found.append(Setting("gpu", "memory_gib", low, card, parts=100, is_least=True))
+        here = MOST_MEMORY_GIB if facts.emulated else facts.free_bytes / GIB / share
+        low, high = math.floor(memory * 100) + 1, math.floor(here * 100)
+        found.append(Setting("gpu", "memory_gib", low, high, parts=100, is_least=True))
     return found[1:] if "max_num_seqs" in asked.config.planner.auto_fields else found
 
 

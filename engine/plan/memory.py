@@ -664,8 +664,8 @@ def _without_spare(asked: Asked, kv: KVSizes) -> tuple[KVSizes, list[str]]:
     if pools == kv.pools:
         return kv, []
     note = (
-        f"fallback: without a GPU its memory is RAM, so the KV cache has {pools[0]} blocks, all "
-        f"that the requests can use, instead of the {kv.pools[0]} that the budget leaves."
+        f"fallback: GPU memory is emulated in RAM. The KV cache has {pools[0]} blocks, as many as "
+        f"the requests can use; the budget would allow {kv.pools[0]}."
     )
     return kv.with_pools(pools), [note]
 

@@ -439,14 +439,14 @@ class OnCard:
 def card_lines(found: Forecast) -> list[str]:
     """Return what is said where no GPU is here and no card is chosen, as lines of text."""
     text = (
-        "No GPU is here and no card is chosen. gpu=NAME plans one of those below, in the dtype of "
-        "the checkpoint; gpu=cpu plans this CPU."
+        "This machine has no GPU, and no card is chosen. gpu=NAME plans for a card of the list, in "
+        "the dtype of the checkpoint; gpu=cpu plans for this CPU."
     )
     lines = ["", *wrapped(text), *labelled("Here", _cpu_line(found))]
     most = found.config.gpu.memory_gib
     if most is not None:
-        part = f"gpu.memory_gib={most:g} uses no more than that of each card; with gpu.link_gb_s it"
-        lines += labelled("Note", f"{part} describes a card of its own.")
+        part = f"gpu.memory_gib={most:g} limits the memory used of each card in the list. With"
+        lines += labelled("Note", f"{part} gpu.link_gb_s as well, it describes a card of your own.")
     length = found.config.engine.max_model_len or found.spec.max_position_embeddings
     least = f"KV cache for at least {min(length, DEFAULT_TOKENS):,} tokens"
     on_cards = dict(ways_by_card(found))
@@ -461,7 +461,7 @@ def card_lines(found: Forecast) -> list[str]:
 
 def _cpu_line(found: Forecast) -> str:
     """Say what a run of the same settings does here."""
-    return f"a run lets the CPU stand in for a GPU: {found.lines[0]}"
+    return f"a run emulates a GPU on the CPU: {found.lines[0]}"
 
 
 def _card_row(item: tuple[str, OnCard]) -> Sequence[str]:

@@ -44,8 +44,8 @@ def weight_lines(plan: Mapping[str, Any]) -> Iterator[str]:
 def capacity_lines(kv: Mapping[str, Any]) -> list[str]:
     """Return the table as lines of text."""
     length = kv["max_model_len"]
-    found = f"longest sequence {kv['longest_tokens']:,} tokens (max_model_len {length:,})"
-    found += f"; of {length:,} tokens {kv['max_concurrency']:.1f} run at once"
+    found = f"longest sequence: {kv['longest_tokens']:,} tokens (max_model_len {length:,})"
+    found += f"; {kv['max_concurrency']:.1f} sequences of {length:,} tokens run at once"
     if kv["host"] is not None:
         found += f", {kv['max_kept']:.1f} are kept"
     return [*columns([_COLUMNS, *_rows(kv)]), *indented([found])]

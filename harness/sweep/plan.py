@@ -65,15 +65,16 @@ def _other_lines(found: Forecast, reported_gib: float) -> list[str]:
     length = found.config.engine.max_model_len or min(most, DEFAULT_TOKENS)
     kv = kv_sizes(found.base, spec, spec.dtype, length)
     size, need = spec.weight_bytes() / GIB, kv.num_bytes(kv.blocks(length)) / GIB
-    sequence = f"one sequence of {length:,} tokens needs {need:.2f} GiB of KV"
+    sequence = f"one sequence of {length:,} tokens needs {need:.2f} GiB"
     least = math.ceil(round((need - reported_gib) * 100, 6)) / 100
-    head = f"The engine that reported {reported_gib:.2f} GiB for its KV cache: {sequence}"
+    reported = f"{round(reported_gib, 2) + 0.0:.2f} GiB"  # adding 0 makes -0 a 0
+    head = f"Another engine reported {reported} for its KV cache; {sequence}"
     note = "The figure above describes that engine's memory, those below describe this engine's."
     if least <= 0:
         text = f"{head}. That fits, so no weights have to leave the GPU."
         return ["", *wrapped(text), *labelled("Note", note)]
     name = found.config.model.source.repo or found.config.model.name
-    text = f"{head}. {least:.2f} GiB are missing; it has to offload at least as much:"
+    text = f"{head}. {least:.2f} GiB are missing. That engine has to offload at least as much:"
     if least > size:
         return [
             "",
@@ -145,7 +146,7 @@ def _essential(found: Forecast) -> Iterator[str]:
     said = ("fallback", "swap_space", "torch")
     yield from (note for note in notes if note.startswith(said) or CAN_MOVE in note)
     if found.facts.kind == "cuda" and open_gpu() is None:
-        yield "No GPU is here: a run here lets the CPU stand in for the card, in float32."
+        yield "This machine has no GPU. A run here emulates the card on the CPU, in float32."
 
 
 def _rates(found: Forecast) -> str:

@@ -34,8 +34,9 @@ from reports.record.text import ABSENT, leaf, shorten
 GAINS: Final = (
     "Above 1 is better in every row. Rates are divided by the base's; for times and sizes, the"
     " base's is divided by the run's. An interval covers every ratio of two means within their 95 %"
-    " intervals over repeats. Green is better, red is worse. A grey ratio settles nothing: it has"
-    " no interval, for lack of repeats, or one that includes 1, or it is within 0.5 % of 1."
+    " intervals over repeats. Green is better, red is worse. A grey ratio is not conclusive: it"
+    " has no interval because a run was not repeated, its interval includes 1, or it is within"
+    " 0.5 % of 1."
 )
 LEAST: Final = 0.005
 """Share by which a figure has to differ to be green or red."""

@@ -225,10 +225,8 @@ def _floor_text(counts: Iterable[int]) -> tuple[str, ...]:
     short = [f"p{q} (needs {floor})" for q, floor in SAMPLE_FLOORS.items() if smallest < floor]
     if not smallest or not short:
         return ()
-    plural = "s" if smallest != 1 else ""
-    return (
-        f"Left out below their sample floor, with {smallest} sample{plural}: {', '.join(short)}.",
-    )
+    samples = f"{smallest} sample{'s are' if smallest != 1 else ' is'}"
+    return (f"Not shown, because {samples} too few: {', '.join(short)}.",)
 
 
 def _metrics(record: RunRecord, area: str, title: str) -> Section | None:

@@ -163,7 +163,7 @@ def _differences(runs: Sequence[Run]) -> Section | None:
     ]
     titles = [run.whole_title for run in runs]
     table = Table(columns=("point", *settings), rows=list(zip(titles, *columns, strict=True)))
-    return Section(title="Configuration that differs", tables=(table,))
+    return Section(title="Settings that differ", tables=(table,))
 
 
 def _shared_facts(records: Sequence[RunRecord]) -> list[str]:

@@ -46,7 +46,7 @@ TELEMETRY_COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
     | _columns(
         "text",
         job="the worker's job: measure, reference, load-cold-1, ...; null between two workers",
-        phase="what the worker does, as its state.json says",
+        phase="phase of the worker, from its state.json",
     )
     | _columns(
         "int",
@@ -57,7 +57,7 @@ TELEMETRY_COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
         shmem_bytes="of rss_bytes, shared memory",
         locked_bytes="memory that the kernel counts as locked, summed over the tree",
         swapped_bytes="memory that is swapped out, summed over the tree",
-        pinned_bytes="bytes registered with the device, of the engine's ledger once it is built",
+        pinned_bytes="bytes registered with the device, from the engine's ledger once it is built",
     )
     | _columns("float", cpu_s="counter: CPU time of the tree, children that ended included")
     | _columns(
@@ -65,7 +65,7 @@ TELEMETRY_COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
         minor_faults="counter: page faults of the tree without a read",
         major_faults="counter: page faults of the tree that read a disk",
         read_bytes="counter: bytes that the tree read from disks",
-        host_available_bytes="memory of the machine that can be had without swapping",
+        host_available_bytes="memory of the machine that is available without swapping",
         host_cached_bytes="page cache and buffers of the machine",
         host_swap_used_bytes="swap in use on the machine",
         host_swap_in_bytes="counter: bytes swapped in on the machine",
@@ -87,7 +87,7 @@ TELEMETRY_COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
     )
     | _columns(
         "int",
-        gpu_throttle_bits="why the clock is not higher, NVML's bits (table below)",
+        gpu_throttle_bits="reasons for a reduced clock, as bits of NVML (list below)",
         gpu_num_processes="processes that compute on the GPU",
         gpu_num_own_processes="of these, those of the worker's tree",
         pcie_gen="PCIe generation of the link now",

@@ -208,7 +208,7 @@ def test_allocations_beyond_the_budget_fail_until_the_engine_is_closed(tiny: Tin
 
 def test_a_budget_beyond_the_card_is_refused(tiny: TinyModels) -> None:
     with pytest.raises(CapacityError, match=r"GPU budget: expected at most the"):
-        open_gpu(tiny.folder("llama"), gpu_memory_gib=5000)
+        open_gpu(tiny.folder("llama"), gpu_memory_gib=4000)
 
 
 def test_memory_is_given_back(large: Path) -> None:

@@ -198,7 +198,9 @@ def test_a_plan_without_a_card_is_this_machine_s_or_of_one_that_is_described(
     here = tightfit.plan("smollm2_135m", **SMALL | {"gpu_memory_gib": 1}, max_model_len=64)
     assert here.facts.kind == "cpu"
     monkeypatch.setattr("tightfit.doors.has_gpu", lambda: False)
-    with pytest.raises(CapacityError, match=r"CPU's plan\. gpu='rtx4080_16gb' plans for that card"):
+    with pytest.raises(
+        CapacityError, match=r"this plan is for the CPU\. gpu='rtx4080_16gb' plans for that card"
+    ):
         tightfit.plan("smollm2_135m", **SMALL | {"gpu_memory_gib": 0.1, "device": "auto"})
     own = tightfit.plan("llama31_8b", gpu_memory_gib=24, link_gb_s=16, max_model_len=4096)
     assert (own.facts.name, own.dtype) == ("a card of 24 GiB", "bfloat16")

@@ -43,8 +43,16 @@ def test_a_run_is_found_by_its_id(home: Path) -> None:
     (runs / NEW / "0").mkdir()
     assert find_run("latest/0") == runs / NEW / "0"
     assert find_run(str(runs / OLD)) == (runs / OLD).resolve()
-    with pytest.raises(ConfigError, match="expected one run, got 2: 2026"):
+    with pytest.raises(
+        ConfigError, match=f"expected one run, got 2 whose ids begin so: {NEW}, {OLD}"
+    ):
         find_run("2026")
+    for second in range(10, 20):
+        (runs / f"20261010-1010{second}-eeeeee").mkdir()
+        (runs / f"20261010-1010{second}-eeeeee" / "state.json").touch()
+    newest = "got 10 whose ids begin so, the newest 6 of them: 20261010-101019-eeeeee"
+    with pytest.raises(ConfigError, match=f"{newest}.*101014-eeeeee. Write more of the id"):
+        find_run("20261010")
     with pytest.raises(ConfigError, match=r"or the id of a run in .*, got ''"):
         find_run("")
     with pytest.raises(ConfigError, match=r"or the id of a run in .*, got '/0'"):

@@ -171,7 +171,7 @@ def test_plans_of_every_placement_account_for_all(
     )
     facts = replace(CPU, host_available_bytes=2**50, **gaps)
     config = configuration(
-        spec, offload=offload, memory_gib=2.0**20, max_num_seqs=4, max_num_batched_tokens=300
+        spec, offload=offload, memory_gib=4000, max_num_seqs=4, max_num_batched_tokens=300
     )
     plan = plan_memory(config, spec, facts)
     check_plan(plan, spec)

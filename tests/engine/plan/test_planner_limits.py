@@ -62,7 +62,9 @@ def test_an_emulated_gpu_has_no_room_for_kv_that_no_request_can_use() -> None:
     assert plan.num_gpu_blocks == 375
     saved = (whole.num_gpu_blocks - 375) * plan.block_bytes
     assert whole.host_total_bytes - plan.host_total_bytes == saved
-    assert "375 blocks, all that the requests can use, instead of" in " ".join(plan.notes)
+    assert "375 blocks, as many as the requests can use; the budget would allow" in " ".join(
+        plan.notes
+    )
     least = plan_memory(replace(config, emulated_kv_tokens=1), OLMO_7B, CPU)
     assert least.kv_tokens == least.max_model_len
     on_gpu = plan_memory(replace(config, emulated_kv_tokens=1), OLMO_7B, H200)
@@ -71,7 +73,7 @@ def test_an_emulated_gpu_has_no_room_for_kv_that_no_request_can_use() -> None:
 
 def test_a_refusal_on_a_cpu_says_what_emulation_takes() -> None:
     config = configuration(OLMO_7B, memory_gib=24, dtype="bfloat16")
-    with pytest.raises(CapacityError, match=r"Without a GPU, to emulate 21\.\d\d GiB of one takes"):
+    with pytest.raises(CapacityError, match=r"Without a GPU, emulating 21\.\d\d GiB of GPU memory"):
         plan_memory(config, OLMO_7B, replace(CPU, host_available_bytes=8 * GIB))
 
 

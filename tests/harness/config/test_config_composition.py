@@ -308,6 +308,7 @@ def test_mistakes_in_a_user_s_files_are_named(
         ),
         ("plan.reported_kv_gib=\u22123.44", ["Write the minus of the keyboard: -3.44."]),
         ("'available KV cache memory: -3.44 GiB'", ["Did you mean plan.reported_kv_gib=-3.44?"]),
+        ("gpu.memory_gib=16384", ["expected a number > 0 and <= 4000", "divide MiB by 1024"]),
         ("engine.gpu_memory_utilization='0,9'", ["A decimal number has a point: 0.9."]),
         ("offload=none,,uva", ["Remove the comma that has no value beside it."]),
         ("offload=none,uva,", ["Remove the comma that has no value beside it."]),

@@ -46,8 +46,8 @@ def said(found: Forecast) -> str:
 def test_without_a_card_every_card_is_shown_and_what_a_run_does_here(composer: Composer) -> None:
     found = found_of(composer, "+model=smollm2_135m", "scenario=latency")
     lines = point_lines(found)
-    assert lines[1].startswith("No GPU is here and no card is chosen.")
-    assert "Here a run lets the CPU stand in for a GPU: smollm2_135m fits CPU: " in said(found)
+    assert lines[1].startswith("This machine has no GPU, and no card is chosen.")
+    assert "Here a run emulates a GPU on the CPU: smollm2_135m fits CPU: " in said(found)
     shown = {line.split()[0] for line in lines if line}
     assert set(card_names()) <= shown
     fits = [(name, card.best) for name, card in ways_by_card(found)]
@@ -130,7 +130,7 @@ def test_memory_alone_is_a_part_of_every_card_and_no_card_of_its_own(
         "It does not fit 2 GiB of any card of conf/gpu with KV cache for at least 4,096 tokens"
         in none
     )
-    assert "with gpu.link_gb_s it describes a card of its own" in none
+    assert "With gpu.link_gb_s as well, it describes a card of your own" in none
     short = ("engine.max_model_len=1024", "scenario=latency")
     some = said(found_of(composer, "+model=smollm2_135m", "gpu.memory_gib=2", *short))
     assert "rtx4080_16gb 2.00 " in some
@@ -158,19 +158,21 @@ def test_a_planned_sweep_without_a_card_is_refused(capsys: pytest.CaptureFixture
 
 def test_another_engine_is_told_what_it_lacks(composer: Composer) -> None:
     text = said(found_of(composer, *OLMO, "plan.reported_kv_gib=-3.44"))
-    assert "reported -3.44 GiB for its KV cache: one sequence of 4,096 tokens needs 2.00" in text
+    assert "reported -3.44 GiB for its KV cache; one sequence of 4,096 tokens needs 2.00" in text
     assert "5.44 GiB are missing" in text
     flags = "--cpu-offload-gb 5.44 \\ --max-model-len 4096"
     assert f"vLLM vllm serve allenai/OLMo-2-1124-7B-Instruct {flags}" in text
     assert 'accelerate device_map="auto", max_memory={0: "8.15GiB", "cpu": "7GiB"}' in text
     assert "olmo7b does not fit rtx4080_16gb: 2.45 GiB short" in text  # ours, of our own memory
+    zero = said(found_of(composer, *OLMO, "plan.reported_kv_gib=-0.001"))
+    assert "reported 0.00 GiB" in zero
     roomy = said(found_of(composer, *OLMO, "plan.reported_kv_gib=2.5"))
     assert "no weights have to leave the GPU" in roomy
     assert "describes that engine's memory" in roomy
     # Of 34 layers 5 keep all tokens, the others 1,024 and those of a step.
     windows = ("+model=gemma3_4b", "gpu=rtx3060_12gb", "engine.max_model_len=131072")
     text = said(found_of(composer, *windows, "plan.reported_kv_gib=-1.25"))
-    assert "one sequence of 131,072 tokens needs 2.84 GiB of KV. 4.10 GiB are missing" in text
+    assert "one sequence of 131,072 tokens needs 2.84 GiB. 4.10 GiB are missing" in text
     with pytest.raises(ConfigError, match=r"plan\.reported_kv_gib: expected mode=plan"):
         composer.plan([*OLMO, "plan.reported_kv_gib=0"])
     with pytest.raises(ConfigError, match=r"plan\.verbose: expected mode=plan beside it"):

@@ -260,8 +260,8 @@ def test_both_tiers_of_the_kv_cache_are_shown(composer: Composer) -> None:
     blocks = f"{plan.num_gpu_blocks:,}"
     assert re.search(rf"GPU +{blocks} +{plan.kv_tokens:,} +\d\.\d\d", text)
     assert re.search(r"host, pinned, used in place +8,192 +131,072 +16\.00", text)
-    assert "longest sequence 131,072 tokens (max_model_len 52,000)" in text
-    assert "of 52,000 tokens 3.3 run at once, 3.3 are kept" in " ".join(text.split())
+    assert "longest sequence: 131,072 tokens (max_model_len 52,000)" in text
+    assert "3.3 sequences of 52,000 tokens run at once, 3.3 are kept" in " ".join(text.split())
     # Some weights over the link each step instead of more KV.
     shortest = "+model=llama31_8b gpu=rtx4090_24gb engine.max_model_len=52000 kv=gpu offload=auto"
     assert f"Shortest for such a sequence, without kv=cpu: tightfit run {shortest} " in said(found)

@@ -33,8 +33,8 @@ def test_one_tier() -> None:
     assert capacity_lines(kv(group(32, None, 1024))) == [
         "  KV cache  blocks  tokens   GiB",
         "  GPU        1,024  16,384  1.00",
-        "  longest sequence 18,000 tokens (max_model_len 4,096); of 4,096 tokens 2.2 run",
-        "    at once",
+        "  longest sequence: 18,000 tokens (max_model_len 4,096); 2.2 sequences of 4,096",
+        "    tokens run at once",
     ]
 
 
@@ -51,7 +51,9 @@ def test_two_tiers_and_what_compute_reaches() -> None:
         "  host, pinned, used in place     512   8,192  0.50",
         "  host, pageable                2,048  32,768  2.00",
     ]
-    assert " ".join(lines[4:]).endswith("2.2 run     at once, 9.5 are kept")
+    assert " ".join(lines[4:]).endswith(
+        "2.2 sequences of 4,096     tokens run at once, 9.5 are kept"
+    )
 
 
 def test_two_groups_of_layers() -> None:

@@ -38,7 +38,7 @@ def test_ratios_are_to_the_first_run(tmp_path):
     assert {*table.kinds.values()} == {"grey"}  # without repeats none has an interval
     assert len(table.kinds) == len(table.rows)
     assert page.cards[1].kind == page.verdict.kind == "grey"
-    assert "A grey ratio settles nothing: it has no interval" in page.sections[0].text[0]
+    assert "A grey ratio is not conclusive: it has no interval" in page.sections[0].text[0]
 
 
 def test_runs_of_other_commits_are_named(tmp_path):

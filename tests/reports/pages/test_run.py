@@ -197,7 +197,7 @@ def test_latency_rows_show_absent_percentiles_and_say_why():
     (section,) = [s for s in run_page(ok_record()).sections if s.title == "Latency"]
     assert "(E2E - TTFT) / (output tokens - 1)" in section.tables[0].tips[1]
     assert section.text == (
-        "Left out below their sample floor, with 20 samples: p90 (needs 64), p95 (needs 130),"
+        "Not shown, because 20 samples are too few: p90 (needs 64), p95 (needs 130),"
         " p99 (needs 662).",
     )
 
