@@ -151,7 +151,7 @@ def _problems(rows: Sequence[Row]) -> Section | None:
     if not lines:
         return None
     table = Table(columns=("point", "status", "reason"), rows=lines, wide=frozenset({2}))
-    return Section(title="Points that did not end ok or are not valid", tables=(table,))
+    return Section(title="Points with problems", tables=(table,))
 
 
 def _differences(runs: Sequence[Run]) -> Section | None:
