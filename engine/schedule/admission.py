@@ -67,6 +67,10 @@ class Admission:
         self._refused[groups.is_long(sequence)] = sequence.seq_id, groups.num_given_back, 0
         return False
 
+    def has_refused(self, sequence: Sequence) -> bool:
+        """Whether a sequence was the last of its kind that was refused."""
+        return self._refused.get(self._groups.is_long(sequence), (-1, 0, 0))[0] == sequence.seq_id
+
     def _is_in_vain(self, sequence: Sequence) -> bool:
         """Whether a long sequence was refused a few steps ago, with no block given back since."""
         groups = self._groups

@@ -426,12 +426,17 @@ class Scheduler:
     def _next(self) -> Iterator[Sequence]:
         """Yield who may begin next: the front of the queue, and the first short one behind it.
 
-        The latter where the front is long and waits for others like it, or for its keys. It comes
-        first where a place is left for the front, which could take GPU blocks with a prefix.
+        The latter where the front is long and waits for others like it, or for its keys, or was not
+        refused yet beside others. It comes first where a place is left for the front, which could
+        take GPU blocks with a prefix.
         """
         first, is_long = self.waiting[0], self.groups.is_long
         short: list[Sequence] = []
-        if is_long(first) and (any(map(is_long, self.running)) or self._lacks_keys(first)):
+        if is_long(first) and (
+            any(map(is_long, self.running))
+            or self._lacks_keys(first)
+            or (self.running and not self._admission.has_refused(first))
+        ):
             mine = (s for s in self.waiting if s.priority == first.priority and not is_long(s))
             short = list(islice(mine, 1))
         has_two_places = len(self.running) + 1 < self.config.max_num_seqs

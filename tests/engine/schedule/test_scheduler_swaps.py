@@ -130,7 +130,7 @@ def test_a_long_sequence_runs_beside_short_ones():
     long = world.add(length=30, max_tokens=10)
     late = world.add(length=2, max_tokens=2)
     world.step()
-    assert world.scheduler.running == [first, long, late]
+    assert world.scheduler.running == [first, late, long]
     run(world)
     assert not any(s.num_preemptions for s in (first, long, late))
     world.end()

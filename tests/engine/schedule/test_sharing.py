@@ -367,6 +367,42 @@ def test_a_long_one_that_begins_behind_a_prefix_leaves_short_ones_room_to_grow()
     world.end()
 
 
+def test_a_long_one_whose_prefix_is_on_the_gpu_alone_takes_no_step_of_short_ones():
+    world = world_of(prefix_caching=True)
+    spec = {"stem": 0, "length": 200, "max_tokens": 4}
+    world.add(**spec)
+    run(world)
+    world.add(length=5, max_tokens=60)
+    for _ in range(3):
+        step(world)
+    again = world.add(**spec, own=3)
+    short = world.add(length=24, max_tokens=2)
+    for _ in range(2):
+        step(world)
+    assert short.num_output_tokens >= 1
+    assert again.num_computed > 0
+    run(world)
+    world.end()
+
+
+def test_a_long_one_that_was_refused_is_not_passed_again():
+    world = world_of(num_in_place=40, max_len=240)
+    world.add(length=24, max_tokens=30)
+    step(world)
+    other = world.add(length=206, max_tokens=10)
+    world.add(length=9, max_tokens=10)
+    for _ in range(2):
+        step(world)
+    assert other.status is SequenceStatus.WAITING
+    late = world.add(length=5, max_tokens=2)
+    while other.status is SequenceStatus.WAITING:
+        assert late.status is SequenceStatus.WAITING
+        step(world)
+    run(world)
+    assert world.scheduler.stats.num_overtaken == 1
+    world.end()
+
+
 def test_short_ones_pass_a_long_one_whose_keys_are_being_made(monkeypatch):
     monkeypatch.setattr(sequences, "PREPARE_TOKENS", 4)
     world = world_of()
