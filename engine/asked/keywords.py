@@ -88,7 +88,7 @@ NOT_SUPPORTED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "tokenizer": ((None,), "it is the one in the model's folder."),
     "tokenizer_mode": (("auto",), "transformers chooses the tokenizer."),
     "tokenizer_revision": ((None, "main"), "the tokenizer is the one in the model's folder."),
-    "stream_interval": ((1,), "every token is told as it comes."),
+    "stream_interval": ((1,), "every token is reported as soon as it is there."),
     "trust_remote_code": ((None, False), "no code of a repository is run."),
 }
 """Keywords of other engines -> values that change nothing here, and why there is no other."""

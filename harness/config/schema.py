@@ -233,9 +233,9 @@ class LoadScenario(Sealed):
 
     section: ClassVar = "scenario.load"
     cold_starts: int = number(0, low=0, high=MOST_REQUESTS)
-    """Starts with the checkpoint dropped from the page cache first."""
+    """Loads to time after the checkpoint was dropped from the page cache."""
     warm_starts: int = number(1, low=0, high=MOST_REQUESTS)
-    """Starts with the checkpoint in the page cache."""
+    """Loads to time with the checkpoint in the page cache."""
 
     def check(self) -> None:
         """Raise ConfigError when no start is asked for."""
@@ -366,7 +366,7 @@ class CorrectnessConfig(Sealed):
 
     section: ClassVar = "scenario.correctness"
     enabled: bool = True
-    """Compare; false times an engine whose tokens nobody checked, and the record says so."""
+    """Compare tokens with the reference. false: they are not checked, and the record says so."""
     num_prompts: int = number(2, **REQUESTS)
     """Synthetic prompts to compare."""
     prompt_tokens: int = number(16, **TOKENS)
@@ -612,8 +612,8 @@ class RunConfig(Sealed):
         self._check_quality()
         if self.scenario.record_routing and not is_own:
             raise ConfigError(
-                "scenario.record_routing: expected false, got true: experts are told by this "
-                "project's engine alone. Choose system=native and another model, or remove it."
+                "scenario.record_routing: expected false, got true: only this project's "
+                "engine reports experts. Choose system=native and another model, or remove it."
             )
         fake = self.model.fake
         if self.scenario.overhead is not None and (fake is None or fake.clock != "real"):

@@ -85,7 +85,7 @@ class Arrivals(Sealed):
     burstiness: float | None = number(None, low=1e-3, high=1e6)
     """Shape of the gamma process: 1 is Poisson, below it bursts, above it evens out."""
     ramp_up_s: float | None = number(None, **SECONDS)
-    """Seconds in which the rate rises from 0 to rate_per_s; what arrives then is not counted."""
+    """Seconds in which the rate rises from 0 to rate_per_s; requests of that time do not count."""
 
     def check(self) -> None:
         """Raise ConfigError when a field is out of bounds or has no effect."""
