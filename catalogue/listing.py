@@ -15,10 +15,15 @@ def catalogue_table(models: Sequence[Model]) -> list[str]:
     rows = [("model", "here", "GiB on disk", "billion weights", "source")]
     for model in models:
         found, spec = state(model), model.spec
-        size = f"{found.num_bytes / GIB:.2f}" if found.num_bytes else "-"
-        weights = "-" if spec is None else f"{spec.num_parameters / 1e9:.2f}"
+        size = size_text(found.num_bytes / GIB) if found.num_bytes else "-"
+        weights = "-" if spec is None else size_text(spec.num_parameters / 1e9)
         rows.append((model.name, found.kind, size, weights, source_text(model)))
     return columns(rows, left={0, 1, 4})
+
+
+def size_text(value: float, digits: int = 2) -> str:
+    """Return a size with some digits after the point, or a small one with two digits in all."""
+    return f"{value:.{digits}f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def source_text(model: Model) -> str:
@@ -32,10 +37,11 @@ def source_text(model: Model) -> str:
 def model_lines(model: Model, folder: ModelFolder) -> list[str]:
     """Return what is known of a model of the catalogue, a line for each fact."""
     found = state(model)
+    size = f"{size_text(found.num_bytes / GIB)} GiB"
     rows = [
         ("model", model.name),
         ("source", source_text(model)),
-        ("here", f"{found.kind}, {found.num_bytes / GIB:.2f} GiB" if found.num_bytes else "absent"),
+        ("here", f"{found.kind}, {size}" if found.num_bytes else "absent"),
         ("folder", str(found.path or "-")),
         *size_rows(folder.spec, folder.spec.weight_bytes()),
     ]
@@ -45,9 +51,10 @@ def model_lines(model: Model, folder: ModelFolder) -> list[str]:
 
 def size_rows(spec: ModelSpec, weights_bytes: int) -> list[tuple[str, str]]:
     """Return the sizes of a model, each with its name."""
+    billion = size_text(spec.num_parameters / 1e9, 3)
     return [
         ("family", spec.model_type),
-        ("weights", f"{spec.num_parameters / 1e9:.3f} billion, {weights_bytes / GIB:.2f} GiB"),
+        ("weights", f"{billion} billion, {size_text(weights_bytes / GIB)} GiB"),
         ("layers", str(spec.num_hidden_layers)),
         ("longest sequence", f"{spec.max_position_embeddings:,} tokens"),
         ("KV of a token", f"{spec.kv_bytes_per_token() / 1024:.1f} KiB"),

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from catalogue.listing import size_text
 from catalogue.terminal import EXIT_OK, CommandParser, columns, show
 from engine.lines import indented
 from engine.plan.cards import BFLOAT16_CAPABILITY, TORCH_CAPABILITY
@@ -277,7 +278,7 @@ def _files(facts: Facts) -> Iterator[Line]:
     found = f"{free / GIB:.1f} GiB free at home"
     yield Line("disk", verdict, found, "" if verdict == "ok" else remedy)
     if facts.models:
-        size = f"{facts.models_bytes / GIB:.2f} GiB"
+        size = f"{size_text(facts.models_bytes / GIB)} GiB"
         yield Line("models", "ok", f"{', '.join(facts.models)} ({size})")
     else:
         yield Line("models", "warn", "none here", "tightfit models fetch smollm2_135m")

@@ -19,6 +19,8 @@ def test_the_catalogue_is_shown_without_a_registry(
     assert out.startswith(f"{tmp_path}\n")
     assert "allenai/OLMo-2-1124-7B-Instruct" in out
     assert "7.299 billion, 13.59 GiB" in out
+    assert main(["show", "glass"]) == 0
+    assert "0.00085 billion, 0.0032 GiB" in capsys.readouterr().out
     assert not (tmp_path / "registry.db").exists()
 
 
