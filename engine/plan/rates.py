@@ -209,18 +209,18 @@ def rates_for(
             return replace(card, eager_layer_overhead_s=0.0)
         return cpu_rates().measured(probe) if probe else cpu_rates()
     if facts.name in CARDS:
-        rates = sheet_rates(CARDS[facts.name], f"sheet of {facts.name}")
+        rates = sheet_rates(CARDS[facts.name], f"data sheet of {facts.name}")
     elif any(given):
         rates = sheet_rates(_sheet(gpu), _stated(gpu))
     else:
-        rates = sheet_rates(UNKNOWN_CARD, f"assumed: no sheet of {facts.name} is known")
+        rates = sheet_rates(UNKNOWN_CARD, f"assumed: no data sheet of {facts.name} is known")
     return rates.measured(probe) if probe else rates
 
 
 def _stated(gpu: GPUConfig) -> str:
     """Say where the rates of a configuration come from."""
     if gpu.name != ANY_CARD:
-        return f"sheet of {gpu.name}"
+        return f"data sheet of {gpu.name}"
     used = _sheet(gpu)
     assumed = [
         f"gpu.{key}={getattr(used, key):g}"

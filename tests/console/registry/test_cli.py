@@ -67,7 +67,7 @@ def test_a_model_is_added_shown_changed_and_removed(
     assert verdict.startswith("mine fits rtx4080_16gb: ")
     assert profile == "Profile default: seed=7 max_num_seqs=256"
     assert price.startswith("Predicted: ")
-    assert price.endswith("(sheet of rtx4080_16gb)")
+    assert price.endswith("(data sheet of rtx4080_16gb)")
     code, out, _ = models_command("set", "mine", "--cpu-offload-gb", "0.001", "--unset", "seed")
     assert out.splitlines()[0] == "Profile default: max_num_seqs=256 cpu_offload_gb=0.001"
     assert "\nnote: --offload uva is not needed: " in out  # in words of this command

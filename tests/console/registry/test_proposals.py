@@ -35,7 +35,7 @@ def test_a_model_that_does_not_fit_is_offered_each_way_with_its_price(models: Mo
     assert least.tokens_s < 32e9 / least.host_weights_bytes
     assert best.tokens_s > least.tokens_s
     assert found.price["decode_tokens_s"] == pytest.approx(best.tokens_s)
-    assert found.price["source"] == "sheet of rtx4080_16gb"
+    assert found.price["source"] == "data sheet of rtx4080_16gb"
     assert found.memory["gpu"]["total_bytes"] <= found.memory["gpu"]["budget_bytes"]
     # What is proposed does fit.
     again = models.plan(row, found.settings, card=CARD)

@@ -280,16 +280,16 @@ def test_predicted_figures_are_complete_and_consistent() -> None:
 def test_rates_come_from_probe_device_sheet_or_assumption_and_say_so() -> None:
     card = GPUConfig(name="rtx4080_16gb", link_gb_s=32, hbm_gb_s=716.8, bf16_tflops=97.5)
     on_h100 = rates_for(card, H100, None)
-    assert on_h100.source == "sheet of NVIDIA H100 80GB HBM3"
+    assert on_h100.source == "data sheet of NVIDIA H100 80GB HBM3"
     assert on_h100.h2d_gb_s == pytest.approx(64 * LINK_SHARE)
     probed = rates_for(card, H100, {"h2d_gb_s": 50.0})
-    assert probed.source == "probe of this machine; the rest: sheet of NVIDIA H100 80GB HBM3"
+    assert probed.source == "probe of this machine; the rest: data sheet of NVIDIA H100 80GB HBM3"
     assert (probed.h2d_gb_s, probed.in_place_gb_s) == (50.0, 46.0)
     assert probed.hbm_gb_s == on_h100.hbm_gb_s == pytest.approx(3350 * HBM_SHARE)
     absent = replace(H200, name="rtx4080_16gb")
-    assert rates_for(card, absent, None).source == "sheet of rtx4080_16gb"
+    assert rates_for(card, absent, None).source == "data sheet of rtx4080_16gb"
     assert rates_for(card, absent, None).bf16_tflops < 97.5
-    assert rates_for(GPUConfig(), absent, None).source.startswith("assumed: no sheet")
+    assert rates_for(GPUConfig(), absent, None).source.startswith("assumed: no data sheet")
     assert "which a CPU stands in for" in rates_for(card, CPU, {"h2d_gb_s": 3.0}).source
     assert rates_for(GPUConfig(), CPU, None) == cpu_rates()
     assert rates_for(GPUConfig(), CPU, {"h2d_gb_s": 3.0}).h2d_gb_s == 3.0

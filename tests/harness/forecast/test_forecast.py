@@ -110,7 +110,7 @@ def test_all_ways_stand_side_by_side_and_auto_is_recommended(olmo: Forecast) -> 
     assert "none: olmo7b does not fit rtx4080_16gb: 2.45 GiB short" in text
     assert "recommended: auto: embedding read in place; " in text
     assert "lossless" not in text
-    assert "rates: sheet of rtx4080_16gb" in text
+    assert "rates: data sheet of rtx4080_16gb" in text
     assert "Run it tightfit run +model=olmo7b gpu=rtx4080_16gb offload=auto Host Needs " in text
 
 

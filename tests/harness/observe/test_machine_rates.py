@@ -165,7 +165,7 @@ def test_a_plan_uses_them_where_the_card_is_here(monkeypatch: pytest.MonkeyPatch
     write_rates(card, RATES)
     after = found("l4_24gb")
     text = " ".join(" ".join(point_lines(after)).split())
-    source = "probe of this machine; the rest: sheet of NVIDIA L4 (probed 0 minutes"
+    source = "probe of this machine; the rest: data sheet of NVIDIA L4 (probed 0 minutes"
     assert f"Predicted from: {source}" in text
     rates = after.rows[0].predicted["rates"]
     assert (rates["h2d_gb_s"], rates["hbm_gb_s"], rates["bf16_tflops"]) == (20.0, 800.0, 100.0)
