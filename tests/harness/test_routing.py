@@ -64,7 +64,7 @@ def test_a_peer_routes_by_itself() -> None:
     system = SystemConfig(kind="accelerate")
     with pytest.raises(ConfigError, match=r"model.routing: expected null with system=accelerate"):
         check_system(config(system=system))
-    with pytest.raises(ConfigError, match=r"record_routing: expected false, got true: experts are"):
+    with pytest.raises(ConfigError, match=r"record_routing: expected false, got true: only"):
         config(routing=None, system=system, scenario=scenario(record_routing=True))
 
 
