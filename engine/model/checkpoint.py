@@ -382,13 +382,24 @@ _INTERLEAVED: Final = re.compile(
 """Names of what all experts of a layer have in one tensor where gates and ups are in turn."""
 
 
+def _with_one_name_for_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors with weight_scale_inv called weight_scale; none may have both."""
+    for name in stored:
+        if f"{name}_inv" in stored:
+            raise CheckpointError(
+                f"{name}: expected it or {name}_inv, which is another name of it, got both. Remove "
+                "the one that does not belong to the checkpoint, or fetch it again."
+            )
+    return {name.removesuffix("_inv"): tensor for name, tensor in stored.items()}
+
+
 def by_our_names(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
     """Return the tensors by the names of a model's parameters, each expert's on their own.
 
     weight_scale_inv is another name of weight_scale. transformers keeps gates and ups of a layer in
     one tensor, [experts, gates then ups, inputs], and may save them so, under names of its own.
     """
-    stored = {name.removesuffix("_inv"): tensor for name, tensor in stored.items()}
+    stored = _with_one_name_for_scales(stored)
     names = spec.architecture.experts
     if names is None:
         return stored

@@ -431,6 +431,16 @@ def test_scales_have_the_names_of_every_quantiser(name, old, new, folders, tmp_p
     llm.close()
 
 
+def test_a_scale_under_both_of_its_names_is_refused(folders, tmp_path):
+    folder, _, _ = folders("fp8 of matrices")
+    tensors = renamed(folder, tmp_path, lambda full: full)
+    first = next(full for full in tensors if full.endswith("weight_scale"))
+    both = tensors | {f"{first}_inv": tensors[first].clone()}
+    save_file(both, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{first}: expected it or {first}_inv.*got both"):
+        open_llm(tmp_path, **LIMITS)
+
+
 def test_experts_have_the_names_of_every_quantiser(tmp_path):
     """Mixtral's as llm-compressor names them, and scales of all experts in one tensor."""
     folder, _, meant = write(tmp_path, float8("block", method="fp8"), "mixtral")
